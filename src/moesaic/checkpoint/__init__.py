@@ -1,0 +1,1 @@
+"""Reading and writing checkpoints: headers first, tensors streamed, memory flat, output complete or absent."""

@@ -1,0 +1,177 @@
+"""Headers of safetensors files: what is in a file and where, without reading (or mapping) any tensor.
+
+A file is: 8 bytes little-endian length N, N bytes of JSON (name -> dtype, shape, data_offsets), then the tensors
+without gaps. Torch-free.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moesaic.errors import MoesaicError
+
+DTYPE_BITS: Mapping[str, int] = {
+    "F64": 64,
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "I64": 64,
+    "I32": 32,
+    "I16": 16,
+    "I8": 8,
+    "U64": 64,
+    "U32": 32,
+    "U16": 16,
+    "U8": 8,
+    "BOOL": 8,
+    "C64": 64,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "F8_E8M0": 8,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F4": 4,
+}
+"""Bits per element of every dtype that a safetensors file can name."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors library's own limit."""
+
+_LFS_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorInfo:
+    """One tensor of a safetensors file: `nbytes` bytes at absolute position `offset` of `file`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Size in bytes of a tensor of this safetensors dtype code and shape."""
+    return -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Tensors of one safetensors file, by name, in the order of their position in the file.
+
+    Refuses (MoesaicError) whatever the safetensors library refuses: no such file, truncated or longer than its header
+    says, bad JSON, names given twice, unknown dtypes, offsets that overlap, leave gaps, or leave the file.
+    """
+    if not file.is_file():
+        raise MoesaicError(f"{file}: no such file")
+    try:
+        with file.open("rb", buffering=0) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            prefix = _read_exactly(stream.fileno(), min(8, size), 0)
+            length = _header_length(prefix, size, file)
+            text = _read_exactly(stream.fileno(), length, 8)
+    except OSError as error:
+        raise MoesaicError(f"{file}: cannot be read ({error.strerror})") from error
+    return parse_header(text, file=file, file_size=size)
+
+
+def parse_header(text: bytes, *, file: Path, file_size: int | None) -> dict[str, TensorInfo]:
+    """The same from the header's JSON bytes; `file_size` in bytes, or None where it isn't known (a remote file)."""
+    entries = _parse_json(text, file)
+    start = 8 + len(text)
+    infos = [_tensor_info(name, entry, file, start) for name, entry in entries.items() if name != "__metadata__"]
+    infos.sort(key=lambda info: (info.offset, info.nbytes))
+    end = start
+    for info in infos:
+        if info.offset != end:
+            what = "overlaps the one before it" if info.offset < end else "leaves a gap before it"
+            raise MoesaicError(f"{file}: damaged header, tensor {info.name!r} {what}; fetch the file again")
+        end += info.nbytes
+    if file_size is not None and file_size < end:
+        raise MoesaicError(
+            f"{file}: truncated, it has {file_size} bytes and its header needs {end}; fetch the file again"
+        )
+    if file_size is not None and file_size > end:
+        raise MoesaicError(
+            f"{file}: damaged, it has {file_size} bytes and its header describes {end}; fetch the file again"
+        )
+    return {info.name: info for info in infos}
+
+
+def _header_length(prefix: bytes, size: int, file: Path) -> int:
+    if len(prefix) < 8:
+        raise MoesaicError(f"{file}: truncated, {size} bytes are too few for a safetensors file; fetch the file again")
+    if _LFS_POINTER.startswith(prefix):
+        raise MoesaicError(f"{file}: is a Git LFS pointer, not the weights; run `git lfs pull` in its folder")
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        raise MoesaicError(f"{file}: not a safetensors file (its header would be {length} bytes long)")
+    if 8 + length > size:
+        raise MoesaicError(
+            f"{file}: truncated, it has {size} bytes and its header alone needs {8 + length}; fetch the file again"
+        )
+    return length
+
+
+def _read_exactly(fd: int, length: int, offset: int) -> bytes:
+    parts: list[bytes] = []
+    while length:
+        part = os.pread(fd, length, offset)
+        if not part:
+            raise OSError(5, "the file ends early")
+        parts.append(part)
+        length -= len(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
+def _parse_json(text: bytes, file: Path) -> dict[str, Any]:
+    twice: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            seen: set[str] = set()
+            twice.extend(key for key, _ in pairs if key in seen or seen.add(key))
+        return result
+
+    try:
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise MoesaicError(f"{file}: damaged header, not JSON; fetch the file again") from error
+    if twice:
+        raise MoesaicError(f"{file}: damaged header, {twice[0]!r} is given twice")
+    if not isinstance(entries, dict):
+        raise MoesaicError(f"{file}: damaged header, not a JSON object; fetch the file again")
+    return entries
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _tensor_info(name: str, entry: object, file: Path, start: int) -> TensorInfo:
+    def refuse(what: str) -> MoesaicError:
+        return MoesaicError(f"{file}: damaged header, tensor {name!r} has {what}")
+
+    if not isinstance(entry, dict):
+        raise refuse("no description")
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise refuse(f"an unknown dtype {dtype!r}")
+    if not isinstance(shape, list) or not all(map(_is_size, shape)):
+        raise refuse(f"a bad shape {shape!r}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+        raise refuse(f"bad data_offsets {offsets!r}")
+    begin, end = offsets
+    nbytes = tensor_bytes(dtype, tuple(shape))
+    if end - begin != nbytes:
+        raise refuse(f"{end - begin} bytes for {nbytes} bytes of {dtype} {shape}")
+    return TensorInfo(name=name, dtype=dtype, shape=tuple(shape), file=file, offset=start + begin, nbytes=nbytes)

@@ -1,0 +1,202 @@
+"""Opening a source checkpoint: a folder or a hub id, checked from the headers alone. Torch-free."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moesaic.checkpoint.headers import TensorInfo, read_header
+from moesaic.checkpoint.layout import INDEX_FILE, SINGLE_FILE
+from moesaic.errors import MoesaicError
+
+_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[^@\s]+))?")
+
+_QUANTISED_DTYPES = frozenset({"U8", "I8", "F4"})
+_QUANTISED_PREFIXES = ("F8_", "F6_")
+_QUANTISED_SUFFIXES = (".qweight", ".weight_packed", ".weight_scale_inv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint whose headers have been read and checked.
+
+    `path` is the folder (for a hub id the snapshot in the hub's cache), `name` what the user wrote, `revision` the
+    commit of a hub snapshot (None for a folder), `config` the parsed config.json. `download_bytes` is 0 unless it comes
+    from `open_headers` and its weights are not on this machine: then it is their size, and no tensor can be read.
+    """
+
+    path: Path
+    name: str
+    revision: str | None
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    download_bytes: int = 0
+
+
+def open_checkpoint(ref: str | Path) -> Checkpoint:
+    """Open a folder or a hub id `org/name[@revision]` (downloaded through huggingface_hub where needed).
+
+    Refuses (MoesaicError) whatever can be seen to be unusable from config, index and headers: files that are missing,
+    truncated or outside the folder, tensors given twice or missing, pickled or quantised weights, repositories that
+    are gated, missing or out of reach.
+    """
+    if Path(ref).is_dir():
+        return _open_folder(Path(ref), name=str(ref), revision=None)
+    repo, revision = _hub_id(ref)
+    from moesaic.checkpoint import hub
+
+    folder = hub.download(repo, revision)
+    return _open_folder(folder, name=str(ref), revision=folder.name)
+
+
+def open_headers(ref: str | Path) -> Checkpoint:
+    """The same without downloading weights: of a hub id only config, index and safetensors headers are fetched.
+
+    Where the weights are not in the hub's cache, the checkpoint's `download_bytes` is their size, and the `file` of
+    its tensors does not exist.
+    """
+    if Path(ref).is_dir():
+        return open_checkpoint(ref)
+    repo, revision = _hub_id(ref)
+    from moesaic.checkpoint import hub
+
+    folder, tensors, missing = hub.fetch_headers(repo, revision)
+    config = _read_config(folder)
+    refuse_quantised(config, tensors, str(ref))
+    return Checkpoint(
+        path=folder, name=str(ref), revision=folder.name, config=config, tensors=tensors, download_bytes=missing
+    )
+
+
+def file_inside(folder: Path, name: str, *, told_by: str) -> Path:
+    """The path of file `name` of a checkpoint folder; refuses names and symbolic links that lead out of the folder.
+
+    The links of the hub's cache (`snapshots/<commit>/x -> ../../blobs/<hash>`) are the one exception.
+    `told_by` is what named the file, for the message.
+    """
+    path = folder / name
+    root = folder.resolve()
+    real = path.resolve()
+    roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    if Path(name).is_absolute() or ".." in Path(name).parts or not any(real.is_relative_to(r) for r in roots):
+        raise MoesaicError(f"{told_by}: {name!r} leads outside the folder {folder}; put the file itself there")
+    return path
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; a MoesaicError names the file when it isn't one."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise MoesaicError(f"{path}: no such file") from error
+    except OSError as error:
+        raise MoesaicError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise MoesaicError(f"{path}: not JSON ({' '.join(str(error).split())})") from error
+    if not isinstance(value, dict):
+        raise MoesaicError(f"{path}: not a JSON object")
+    return value
+
+
+def shard_names(index_file: Path) -> dict[str, str]:
+    """The weight map (tensor -> file name) of an index file, checked for its types only."""
+    weight_map = load_json(index_file).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) and file for file in weight_map.values()):
+        raise MoesaicError(f'{index_file}: has no "weight_map" of tensor names to file names')
+    if not weight_map:
+        raise MoesaicError(f"{index_file}: its weight_map is empty")
+    return weight_map
+
+
+def collect(
+    index_file: Path, weight_map: dict[str, str], headers: dict[str, dict[str, TensorInfo]]
+) -> dict[str, TensorInfo]:
+    """Merge the headers of all shards (by file name); refuses tensors given twice and tensors the index invents.
+
+    Tensors that a shard has and the index doesn't name are taken too, as transformers does.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for infos in headers.values():
+        for name, info in infos.items():
+            if name in tensors:
+                raise MoesaicError(f"{info.file}: tensor {name!r} is also in {tensors[name].file.name}; remove one")
+            tensors[name] = info
+    for name, file in weight_map.items():
+        if name not in headers[file]:
+            where = f"; it is in {tensors[name].file.name}" if name in tensors else ""
+            raise MoesaicError(f"{index_file}: says that tensor {name!r} is in {file}, which does not have it{where}")
+    return tensors
+
+
+def refuse_quantised(config: dict[str, Any], tensors: dict[str, TensorInfo], name: str) -> None:
+    """Refuse quantised weights: arithmetic on their codes would be wrong."""
+    way_out = "; use the bf16 release, or load it with transformers, dequantise and save it"
+    text_config = config.get("text_config")
+    for part in (config, text_config if isinstance(text_config, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            if part.get(key):
+                method = part[key].get("quant_method") if isinstance(part[key], dict) else None
+                raise MoesaicError(
+                    f"{name}: is quantised ({method or 'unknown method'}, {key} in config.json){way_out}"
+                )
+    for info in tensors.values():
+        packed = info.dtype in _QUANTISED_DTYPES or info.dtype.startswith(_QUANTISED_PREFIXES)
+        if packed or info.name.endswith(_QUANTISED_SUFFIXES):
+            raise MoesaicError(f"{name}: is quantised (tensor {info.name!r} is {info.dtype}){way_out}")
+
+
+def _hub_id(ref: str | Path) -> tuple[str, str | None]:
+    if Path(ref).exists():
+        raise MoesaicError(f"{ref}: is a file; give the folder that has config.json and the weights")
+    match = _HUB_ID.fullmatch(ref) if isinstance(ref, str) else None
+    if match is None:
+        raise MoesaicError(f"{ref}: no such folder (and not a hub id, which looks like org/name or org/name@revision)")
+    return match["repo"], match["revision"]
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not (folder / "config.json").exists():
+        raise MoesaicError(f"{folder}: has no config.json; give the folder of a transformers checkpoint")
+    return load_json(file_inside(folder, "config.json", told_by=str(folder)))
+
+
+def _open_folder(folder: Path, *, name: str, revision: str | None) -> Checkpoint:
+    config = _read_config(folder)
+    tensors = _read_tensors(folder)
+    refuse_quantised(config, tensors, name)
+    return Checkpoint(path=folder, name=name, revision=revision, config=config, tensors=tensors)
+
+
+def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
+    # The single file first, as transformers does.
+    if (folder / SINGLE_FILE).is_symlink() or (folder / SINGLE_FILE).exists():
+        tensors = read_header(file_inside(folder, SINGLE_FILE, told_by=str(folder)))
+    elif (folder / INDEX_FILE).exists():
+        index_file = file_inside(folder, INDEX_FILE, told_by=str(folder))
+        weight_map = shard_names(index_file)
+        files = {file: file_inside(folder, file, told_by=str(index_file)) for file in sorted(set(weight_map.values()))}
+        for file, path in files.items():
+            if not path.is_file():
+                raise MoesaicError(f"{index_file}: names {file}, which is not in the folder; fetch it again")
+        tensors = collect(index_file, weight_map, {file: read_header(path) for file, path in files.items()})
+    else:
+        raise no_weights(folder, [path.name for path in folder.iterdir()])
+    if not tensors:
+        raise MoesaicError(f"{folder}: its weights hold no tensor")
+    return tensors
+
+
+def no_weights(where: Path | str, files: list[str]) -> MoesaicError:
+    """The error for a checkpoint without `model.safetensors` and without an index, from the names of its files."""
+    missing = f"{where}: has neither {SINGLE_FILE} nor {INDEX_FILE}"
+    if any(file.endswith(".safetensors") for file in files):
+        return MoesaicError(f"{missing}, only other .safetensors files; fetch the index, or save it with transformers")
+    if any(file.endswith((".bin", ".pt", ".pth")) for file in files):
+        return MoesaicError(
+            f"{missing}, only pickled weights, which are never opened; convert it: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    if any(file.endswith(".gguf") for file in files):
+        return MoesaicError(f"{missing}, only GGUF files; use the original safetensors release")
+    return MoesaicError(f"{missing}; give the folder of a transformers checkpoint")
