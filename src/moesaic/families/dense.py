@@ -1,0 +1,278 @@
+"""Recognise a dense checkpoint and account for every one of its tensors, from headers and config alone (no torch)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moesaic.errors import MoesaicError
+from moesaic.families.dense_shapes import (
+    EMBEDDINGS,
+    HEAD,
+    ffn_shapes,
+    has_ffn_bias,
+    is_tied,
+    other_shapes,
+    text_config,
+)
+
+if TYPE_CHECKING:
+    from moesaic.checkpoint.headers import TensorInfo
+    from moesaic.checkpoint.source import Checkpoint
+    from moesaic.families.dense_table import DenseFamily
+
+# Where the language model's tensors sit in the file, most specific first; the last one is a model without a head.
+_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+_RECOMPUTED = re.compile(r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|\.masked_bias)$")
+_BLOCK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowRange:
+    """Rows `start` to `stop` (along dimension 0) of one stored tensor."""
+
+    info: TensorInfo
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseFFN:
+    """The stored tensors of one layer's FFN: gate and up (F, D), down (D, F), and biases where the base has them."""
+
+    gate: RowRange
+    up: RowRange
+    down: RowRange
+    gate_bias: RowRange | None = None
+    up_bias: RowRange | None = None
+    down_bias: RowRange | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseModel:
+    """A dense checkpoint, understood.
+
+    Attributes:
+        checkpoint: where it came from.
+        family: the row of the table.
+        config: the text model's config (the inner one of a multimodal wrapper), with the effective tie flag.
+        prefix: what stands before `embed_tokens`, `layers`, `norm` in the file (canonically `model.`).
+        others: canonical name -> stored tensor, for every tensor that is not part of an FFN.
+        ffns: one entry per layer.
+        hidden, intermediate, num_layers, vocab: D, F, L and the rows of the embedding.
+        tied: whether the output head is the embedding (then there is no `lm_head.weight` in `others`).
+        activation: name of the FFN's activation.
+        ffn_bias: whether the FFN has biases.
+        dtype: safetensors code of the FFN weights, for example `BF16`.
+        left_out: stored names that do not belong to the text model (vision towers and the like).
+        dropped: stored names that are recomputed or repeated and therefore not carried along.
+        notices: one sentence for each thing the user should know.
+    """
+
+    checkpoint: Checkpoint
+    family: DenseFamily
+    config: dict[str, Any]
+    prefix: str
+    others: dict[str, TensorInfo]
+    ffns: tuple[DenseFFN, ...]
+    hidden: int
+    intermediate: int
+    num_layers: int
+    vocab: int
+    tied: bool
+    activation: str
+    ffn_bias: bool
+    dtype: str
+    left_out: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+
+
+def detect(checkpoint: Checkpoint) -> DenseModel:
+    """Recognise the dense model in a checkpoint and account for all of its tensors.
+
+    Args:
+        checkpoint: an opened checkpoint (config and tensor headers).
+
+    Returns:
+        The dense model: where each FFN and every other tensor is.
+
+    Raises:
+        MoesaicError: not a dense decoder with a gated FFN of a known family; a tensor is missing, unknown or has
+            another shape than the config says.
+    """
+    family, config = text_config(checkpoint.config, f"{checkpoint.name}: config.json")
+    wrapped = isinstance(checkpoint.config.get("text_config"), Mapping)
+    prefix, head = _locate(checkpoint, wrapped)
+    found, left_out, dropped = _canonical(checkpoint.tensors, prefix, head, wrapped)
+    config = _settle_vocab_and_tie(checkpoint, family, config, found, dropped)
+    others, ffn_names = other_shapes(family, config), ffn_shapes(family, config)
+    num_layers = int(config["num_hidden_layers"])
+    expected = others | {f"model.layers.{i}.{n}": s for i in range(num_layers) for n, s in ffn_names.items()}
+    _check(checkpoint, found, expected)
+    ffns = tuple(_ffn(family, config, found, index) for index in range(num_layers))
+    return DenseModel(
+        checkpoint=checkpoint,
+        family=family,
+        config=config,
+        prefix=prefix,
+        others={name: found[name] for name in others},
+        ffns=ffns,
+        hidden=int(config["hidden_size"]),
+        intermediate=int(config["intermediate_size"]),
+        num_layers=num_layers,
+        vocab=int(config["vocab_size"]),
+        tied=is_tied(family, config),
+        activation=str(config.get(family.activation_key) or family.activation),
+        ffn_bias=has_ffn_bias(family, config),
+        dtype=ffns[0].down.info.dtype,
+        left_out=tuple(left_out),
+        dropped=tuple(dropped),
+        notices=_notices(checkpoint, left_out, dropped),
+    )
+
+
+def _locate(checkpoint: Checkpoint, wrapped: bool) -> tuple[str, str | None]:
+    """Return the prefix of the language model's tensors and the stored name of its output head, if there is one."""
+    prefixes = _PREFIXES if wrapped else _PREFIXES[2:]
+    prefix = next((p for p in prefixes if f"{p}embed_tokens.weight" in checkpoint.tensors), None)
+    if prefix is None:
+        raise MoesaicError(
+            f"{checkpoint.name}: no token embedding found (looked for "
+            f"{', '.join(p + 'embed_tokens.weight' for p in prefixes)}): the checkpoint is incomplete"
+        )
+    return prefix, next((name for name in _HEADS if name in checkpoint.tensors), None)
+
+
+def _canonical(
+    tensors: Mapping[str, TensorInfo], prefix: str, head: str | None, wrapped: bool
+) -> tuple[dict[str, TensorInfo], list[str], list[str]]:
+    """Split the stored tensors into canonical name -> tensor, names left out, names dropped."""
+    found: dict[str, TensorInfo] = {}
+    left_out: list[str] = []
+    dropped: list[str] = []
+    for name, info in tensors.items():
+        if _RECOMPUTED.search(name):
+            dropped.append(name)
+        elif name == head:
+            found[HEAD] = info
+        elif name.startswith(prefix):
+            found["model." + name.removeprefix(prefix)] = info
+        elif wrapped:
+            left_out.append(name)
+        else:
+            found[name] = info
+    return found, left_out, dropped
+
+
+def _settle_vocab_and_tie(
+    checkpoint: Checkpoint,
+    family: DenseFamily,
+    config: dict[str, Any],
+    found: dict[str, TensorInfo],
+    dropped: list[str],
+) -> dict[str, Any]:
+    """Return the config with the stored vocabulary where it names none, and with the tie flag that is in effect.
+
+    A stored head next to a tied config counts only where it differs from the embedding: transformers then leaves the
+    two untied as well.
+    """
+    if "vocab_size" not in checkpoint.config and "vocab_size" not in (checkpoint.config.get("text_config") or {}):
+        config = {**config, "vocab_size": found[EMBEDDINGS].shape[0]}
+    tied = is_tied(family, config)
+    if tied and HEAD in found:
+        if _same_bytes(found[HEAD], found[EMBEDDINGS]):
+            dropped.append(found.pop(HEAD).name)
+        else:
+            tied = False
+    elif not tied and HEAD not in found:
+        raise MoesaicError(
+            f"{checkpoint.name}: lm_head.weight is missing although config.json does not tie it to the embedding: "
+            "add the tensor, or set tie_word_embeddings to true if the model is tied"
+        )
+    return {**config, "tie_word_embeddings": tied}
+
+
+def _same_bytes(one: TensorInfo, other: TensorInfo) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.offset)
+        second.seek(other.offset)
+        for start in range(0, one.nbytes, _BLOCK_BYTES):
+            size = min(_BLOCK_BYTES, one.nbytes - start)
+            if first.read(size) != second.read(size):
+                return False
+    return True
+
+
+def _check(checkpoint: Checkpoint, found: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]) -> None:
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise MoesaicError(f"{checkpoint.name}: {_names('missing', missing)}: the checkpoint is incomplete")
+    unknown = [info.name for name, info in found.items() if name not in expected]
+    if unknown:
+        raise MoesaicError(
+            f"{checkpoint.name}: {_names('unexpected', unknown)}: not part of a dense "
+            f"{checkpoint.config.get('model_type')} model as its config.json describes it"
+        )
+    for name, shape in expected.items():
+        if found[name].shape != shape:
+            raise MoesaicError(
+                f"{checkpoint.name}: {found[name].name} has shape {list(found[name].shape)}, but config.json asks for "
+                f"{list(shape)}: the two do not belong together"
+            )
+
+
+def _names(what: str, names: list[str], shown: int = 3) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{what} tensor{'s' if len(names) > 1 else ''} {', '.join(names[:shown])}{more}"
+
+
+def _ffn(family: DenseFamily, config: Mapping[str, Any], found: Mapping[str, TensorInfo], index: int) -> DenseFFN:
+    width = int(config["intermediate_size"])
+    layer = f"model.layers.{index}."
+
+    def rows(name: str, start: int, kind: str) -> RowRange | None:
+        info = found.get(f"{layer}{name}.{kind}")
+        return None if info is None else RowRange(info=info, start=start, stop=start + width)
+
+    up_start = width if family.fused_gate_up else 0
+    gate_name, up_name = family.fused_gate_up or family.gate, family.fused_gate_up or family.up
+    gate, up = rows(gate_name, 0, "weight"), rows(up_name, up_start, "weight")
+    down = _whole(found, f"{layer}{family.down}.weight")
+    assert gate is not None
+    assert up is not None
+    assert down is not None
+    return DenseFFN(
+        gate=gate,
+        up=up,
+        down=down,
+        gate_bias=rows(gate_name, 0, "bias"),
+        up_bias=rows(up_name, up_start, "bias"),
+        down_bias=_whole(found, f"{layer}{family.down}.bias"),
+    )
+
+
+def _whole(found: Mapping[str, TensorInfo], name: str) -> RowRange | None:
+    info = found.get(name)
+    return None if info is None else RowRange(info=info, start=0, stop=info.shape[0])
+
+
+def _notices(checkpoint: Checkpoint, left_out: list[str], dropped: list[str]) -> tuple[str, ...]:
+    notices = []
+    if left_out:
+        parts = sorted({".".join(name.split(".")[:2]) for name in left_out})
+        notices.append(
+            f"{checkpoint.name}: only the text model is used; {len(left_out)} tensors are left out "
+            f"({', '.join(parts[:4])}{', ...' if len(parts) > 4 else ''})"
+        )
+    if dropped:
+        notices.append(
+            f"{checkpoint.name}: {len(dropped)} stored tensors are recomputed or repeat the tied embedding and are not "
+            f"carried along ({', '.join(dropped[:2])}{', ...' if len(dropped) > 2 else ''})"
+        )
+    return tuple(notices)
