@@ -1,0 +1,288 @@
+"""Recipes: YAML in, frozen dataclasses out, and back.
+
+A recipe class is any frozen, keyword-only dataclass whose fields are str, int, float, bool, `Path`, `Literal`, `Any`,
+other such dataclasses, or tuples, lists, dicts (string keys) and unions of these. Nothing here knows one recipe.
+
+Every mistake is one `MoesaicError` line that names the file, the full dotted key, the value and what is allowed. A
+check of a value belongs in the class's `__post_init__`: raise a `MoesaicError` there that starts with the field's name
+(`"lr must be positive, got -1"`), and the file and the path of the object are put before it.
+"""
+
+import dataclasses
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from moesaic.errors import MoesaicError
+from moesaic.recipe_yaml import apply_override, dump_yaml, read_yaml
+from moesaic.suggestions import suggest
+
+RecipeT = TypeVar("RecipeT")
+
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Where:
+    """A place in the recipe, for messages."""
+
+    source: str
+    key: str = ""
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key -> option that set it
+
+    def child(self, name: str | int) -> "_Where":
+        return dataclasses.replace(self, key=f"{self.key}.{name}" if self.key else str(name))
+
+    def error(self, message: str) -> MoesaicError:
+        parts = self.key.split(".")
+        prefixes = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+        source = next((self.origins[prefix] for prefix in prefixes if prefix in self.origins), self.source)
+        below = [f"{option} {key}" for key, option in self.origins.items() if key.startswith(f"{self.key}.")]
+        if below and source == self.source:
+            source = f"{source} (with {', '.join(below)})"
+        return MoesaicError(f"{source}: {self.key}: {message}" if self.key else f"{source}: {message}")
+
+
+def load_recipe(
+    cls: type[RecipeT],
+    source: Path | str | Mapping[str, Any],
+    overrides: Iterable[str] = (),
+    *,
+    flags: Mapping[str, Any] | None = None,
+) -> RecipeT:
+    """Build the recipe dataclass `cls` from a YAML file or a mapping.
+
+    `overrides` are `a.b.c=value` texts (the arguments of `--set`); the value is YAML, a number as key is a list index.
+    `flags` are values of command line options by top-level key; they win over the file and over `overrides`.
+    Raises `MoesaicError` for unknown keys, wrong types, values that are not allowed and missing keys.
+    """
+    is_mapping = isinstance(source, Mapping)
+    name = "recipe" if is_mapping else str(source)
+    values = _copy_containers(dict(source)) if is_mapping else read_yaml(Path(source))
+    origins = {}
+    for override in overrides:
+        origins[apply_override(values, override)] = "--set"
+    for key, value in (flags or {}).items():
+        values[key] = value
+        origins[key] = f"--{key.replace('_', '-')}"
+    return _convert(cls, values, _Where(source=name, origins=origins))
+
+
+def dump_recipe(recipe: Any) -> str:
+    """Write a recipe dataclass as YAML, every key with its value; `load_recipe` gives an equal object back."""
+    return dump_yaml(recipe_values(recipe))
+
+
+def recipe_values(value: Any) -> Any:
+    """Return a recipe as plain dicts, lists and scalars, as JSON and YAML want them."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: recipe_values(getattr(value, field.name)) for field in _init_fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): recipe_values(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [recipe_values(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _init_fields(cls: Any) -> list[dataclasses.Field]:
+    return [field for field in dataclasses.fields(cls) if field.init]
+
+
+def _copy_containers(value: Any) -> Any:
+    """Copy dicts and lists, so that overrides never change the caller's mapping."""
+    if isinstance(value, Mapping):
+        return {key: _copy_containers(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copy_containers(item) for item in value]
+    return value
+
+
+def _convert(expected: Any, value: Any, where: _Where) -> Any:
+    """Turn a plain value into the expected type, or say why it cannot be."""
+    if expected is Any:
+        return value
+    origin = typing.get_origin(expected)
+    if origin in (typing.Union, types.UnionType):
+        return _to_union(typing.get_args(expected), value, where)
+    if origin is Literal:
+        return _to_literal(typing.get_args(expected), value, where)
+    if dataclasses.is_dataclass(expected):
+        return _to_dataclass(expected, value, where)
+    container = origin or expected
+    if container in _CONTAINERS:
+        return _CONTAINERS[container](typing.get_args(expected), value, where)
+    return _SCALARS[expected](value, where)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _to_dataclass(cls: Any, value: Any, where: _Where) -> Any:
+    if isinstance(value, cls):
+        return value
+    fields = _init_fields(cls)
+    names = [field.name for field in fields]
+    if not isinstance(value, Mapping):
+        raise where.error(f"expected keys and values ({', '.join(names)}), got {_show(value)}")
+    for key in value:
+        if key not in names:
+            raise where.child(key).error(f"unknown key; {suggest(str(key), names)}")
+    for field in fields:
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in value:
+            raise where.child(field.name).error("this key is required and missing")
+    arguments = {key: _convert(_hints(cls)[key], item, where.child(key)) for key, item in value.items()}
+    try:
+        return cls(**arguments)
+    except MoesaicError as error:
+        name, _, rest = str(error).partition(" ")
+        if name in names:
+            raise where.child(name).error(rest) from error
+        raise where.error(str(error)) from error
+
+
+def _to_union(members: tuple[Any, ...], value: Any, where: _Where) -> Any:
+    """Take the member that holds the value as it is, else the first that can be made from it."""
+    if value is None and type(None) in members:
+        return None
+    candidates = [member for member in members if member is not type(None)]
+    candidates.sort(key=lambda member: member is not type(value))  # stable: the exact type first, then as declared
+    errors = {}
+    for member in candidates:
+        try:
+            return _convert(member, value, where)
+        except MoesaicError as error:
+            errors[member] = error
+    same_shape = [
+        member for member in candidates if _is_container(member) and isinstance(value, (Mapping, list, tuple))
+    ]
+    if len(candidates) == 1 or len(same_shape) == 1:  # the mistake is inside: its own message says more
+        raise errors[(same_shape or candidates)[0]]
+    raise where.error(f"expected {' or '.join(_describe(member) for member in members)}, got {_show(value)}")
+
+
+def _is_container(expected: Any) -> bool:
+    return dataclasses.is_dataclass(expected) or (typing.get_origin(expected) or expected) in _CONTAINERS
+
+
+def _to_literal(allowed: tuple[Any, ...], value: Any, where: _Where) -> Any:
+    for choice in allowed:
+        if type(choice) is type(value) and choice == value:  # 1 is not true
+            return choice
+    choices = ", ".join(_show(choice) for choice in allowed)
+    hint = suggest(str(value), map(str, allowed))
+    raise where.error(f"{_show(value)} is not allowed: one of {choices}{f'; {hint}' if hint.startswith('did') else ''}")
+
+
+def _to_sequence(build: Callable[..., Any], arguments: tuple[Any, ...], value: Any, where: _Where) -> Any:
+    if not isinstance(value, (list, tuple)):
+        raise where.error(f"expected a list, got {_show(value)}")
+    if build is tuple and arguments and arguments[-1] is not Ellipsis:
+        if len(value) != len(arguments):
+            raise where.error(f"expected {len(arguments)} values, got {len(value)}: {_show(value)}")
+        item_types = arguments
+    else:
+        item_types = (arguments[0] if arguments else Any,) * len(value)
+    pairs = zip(item_types, value, strict=True)
+    return build(_convert(item_type, item, where.child(index)) for index, (item_type, item) in enumerate(pairs))
+
+
+def _to_dict(arguments: tuple[Any, ...], value: Any, where: _Where) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise where.error(f"expected keys and values, got {_show(value)}")
+    for key in value:
+        if not isinstance(key, str):
+            raise where.error(f"keys must be text, got {_show(key)}; put it in quotes")
+    item_type = arguments[1] if arguments else Any
+    return {key: _convert(item_type, item, where.child(key)) for key, item in value.items()}
+
+
+def _to_bool(value: Any, where: _Where) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise where.error(f"expected true or false, got {_show(value)}")
+
+
+def _to_float(value: Any, where: _Where) -> float:
+    number = _number(value)
+    if number is None or not math.isfinite(number):
+        raise where.error(f"expected a finite number, got {_show(value)}")
+    return float(number)
+
+
+def _to_int(value: Any, where: _Where) -> int:
+    number = _number(value)
+    if number is None or not math.isfinite(number) or number != int(number):
+        raise where.error(f"expected a whole number, got {_show(value)}")
+    return int(number)
+
+
+def _number(value: Any) -> int | float | None:
+    """Read a number, also one that YAML 1.1 or a shell handed over as text (5e-4, 1_000)."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        digits = value.replace("_", "")
+        return int(digits) if digits.lstrip("+-").isdecimal() else float(digits)
+    return None
+
+
+def _to_str(value: Any, where: _Where) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):  # `layers: 12`: the reader keeps such text unchanged
+        return str(value)
+    if isinstance(value, Path):
+        return str(value)
+    hint = "; put it in quotes" if isinstance(value, (bool, float)) else ""
+    raise where.error(f"expected text, got {_show(value)}{hint}")
+
+
+def _to_path(value: Any, where: _Where) -> Path:
+    text = _to_str(value, where)
+    if not text:
+        raise where.error("expected a path, got an empty text")
+    return Path(text).expanduser()
+
+
+_SCALARS: dict[Any, Callable[[Any, _Where], Any]] = {
+    bool: _to_bool,
+    float: _to_float,
+    int: _to_int,
+    str: _to_str,
+    Path: _to_path,
+}
+_CONTAINERS: dict[Any, Callable[[tuple[Any, ...], Any, _Where], Any]] = {
+    list: lambda arguments, value, where: _to_sequence(list, arguments, value, where),
+    tuple: lambda arguments, value, where: _to_sequence(tuple, arguments, value, where),
+    dict: _to_dict,
+    Mapping: _to_dict,
+}
+_NAMES = {bool: "true or false", float: "a number", int: "a whole number", str: "text", Path: "a path"}
+
+
+def _describe(expected: Any) -> str:
+    """Name a type in the words of a YAML file."""
+    if expected is type(None):
+        return "null"
+    if typing.get_origin(expected) is Literal:
+        return ", ".join(_show(choice) for choice in typing.get_args(expected))
+    if dataclasses.is_dataclass(expected):
+        return f"keys and values ({', '.join(field.name for field in _init_fields(expected))})"
+    if _is_container(expected):
+        return "a list" if (typing.get_origin(expected) or expected) in (list, tuple) else "keys and values"
+    return _NAMES[expected]
+
+
+def _show(value: Any) -> str:
+    """Show a value as a YAML file would have it, short."""
+    names = {None: "null", True: "true", False: "false"}
+    text = names[value] if value is None or isinstance(value, bool) else repr(recipe_values(value))
+    return text if len(text) <= 80 else f"{text[:77]}..."
