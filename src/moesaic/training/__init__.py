@@ -1,0 +1,1 @@
+"""Training: our own small loop on torch and transformers' distributed configuration."""
