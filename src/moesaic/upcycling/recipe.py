@@ -1,7 +1,10 @@
 """What a user asks `upcycle` for: one field per flag, no torch."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
+
+from moesaic.errors import MoesaicError
 
 MethodName = Literal["scratch", "sparse", "drop", "virtual_group", "btx", "divmoe"]
 RoutingRule = Literal["topk", "one_per_group"]
@@ -34,7 +37,7 @@ class UpcycleRecipe:
     base: str
     """The dense base: folder, or hub id `org/name[@revision]`."""
     method: MethodName
-    """How experts are made; `upcycling.layout.METHODS` describes each."""
+    """How experts are made; `upcycling.methods.METHODS` describes each."""
     specialists: tuple[Specialist, ...] = ()
     """One per domain, in the order of their experts. For `btx` and `divmoe` only, at least two."""
     experts: int | None = None
@@ -71,3 +74,21 @@ class UpcycleRecipe:
     """Seed of every random number; not negative."""
     allow_nonfinite: bool = False
     """Accept NaN and Inf in the sources instead of refusing them."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that are wrong whatever the checkpoints are; the message starts with the field's name."""
+        for name in ("experts", "shards", "top_k"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise MoesaicError(f"{name} must be at least 1, got {value}")
+        for name in ("shared_experts", "seed"):
+            if getattr(self, name) < 0:
+                raise MoesaicError(f"{name} must not be negative, got {getattr(self, name)}")
+        if not 0.0 <= self.drop_ratio <= 1.0:
+            raise MoesaicError(f"drop_ratio must be between 0 and 1 (a share of the neurons), got {self.drop_ratio}")
+        if not (self.router_std >= 0.0 and math.isfinite(self.router_std)):
+            raise MoesaicError(f"router_std must be a finite number that is not negative, got {self.router_std}")
+        names = [specialist.name for specialist in self.specialists]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise MoesaicError(f"specialists must have different names, but {', '.join(twice)} is given more than once")

@@ -1,0 +1,235 @@
+"""From a recipe and the base's sizes to numbers that fit together: every default filled in, every misfit refused.
+
+N specialists, M shards, E experts, K active, I and F intermediate sizes of an expert and of the dense FFN. No torch.
+"""
+
+from dataclasses import dataclass
+
+from moesaic.errors import MoesaicError
+from moesaic.upcycling.method import ExpertSpec, Method
+from moesaic.upcycling.methods import METHODS
+from moesaic.upcycling.recipe import RouterInit, RoutingRule, SharedWeights, UpcycleRecipe, Weighting
+from moesaic.upcycling.scale import Factors, factors
+
+DEFAULT_EXPERTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """What every MoE layer of the result looks like and how it is made."""
+
+    method: Method
+    seed: int
+    specialists: int
+    """N; 0 where the experts come from the base."""
+    experts: int
+    """E."""
+    top_k: int
+    """K."""
+    shards: int
+    """M."""
+    shared_experts: int
+    """S."""
+    routing: RoutingRule
+    weighting: Weighting
+    router_init: RouterInit
+    """Resolved: never `auto`."""
+    router_std: float
+    factors: Factors
+    exact_factors: Factors
+    """What `--scale exact` would use; the statements about the result need `factors` to be equal to it."""
+    expert: ExpertSpec
+
+    @property
+    def groups(self) -> tuple[int, ...] | None:
+        """Group of each expert for `one_per_group` (a specialist, or a virtual group); None for plain top-k."""
+        if self.routing == "topk":
+            return None
+        return tuple(expert // self.shards for expert in range(self.experts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """The resolved numbers, and one sentence for each thing the user should know."""
+
+    layer: LayerSpec
+    shared_weights: SharedWeights
+    notices: tuple[str, ...]
+
+
+def choose(
+    recipe: UpcycleRecipe, *, hidden: int, intermediate: int, biases: bool = False, initializer_range: float = 0.02
+) -> Choices:
+    """Fill in the method's defaults and check that everything fits.
+
+    Args:
+        recipe: what the user asks for.
+        hidden: D of the base.
+        intermediate: F of the base.
+        biases: whether the base's FFN has biases.
+        initializer_range: the base's initial standard deviation.
+
+    Raises:
+        MoesaicError: a flag does not fit the method, the base or another flag.
+    """
+    method = METHODS[recipe.method]
+    count = _specialists(recipe, method)
+    shards = _shards(recipe, method, intermediate)
+    experts = _experts(recipe, method, count, shards)
+    routing = _routing(recipe, method, experts, shards)
+    top_k = _top_k(recipe, experts, shards, routing)
+    router_init, notices = _router(recipe, method, experts, shards, top_k, routing)
+    sizes = {"experts": experts, "top_k": top_k, "shards": shards, "shared": recipe.shared_experts}
+    layer = LayerSpec(
+        method=method,
+        seed=recipe.seed,
+        specialists=count,
+        experts=experts,
+        top_k=top_k,
+        shards=shards,
+        shared_experts=recipe.shared_experts,
+        routing=routing,
+        weighting=recipe.weighting,
+        router_init=router_init,
+        router_std=recipe.router_std,
+        factors=factors(scale=recipe.scale, weighting=recipe.weighting, **sizes),
+        exact_factors=factors(scale="exact", weighting=recipe.weighting, **sizes),
+        expert=ExpertSpec(
+            hidden=hidden,
+            intermediate=intermediate // shards,
+            shards=shards,
+            biases=biases,
+            initializer_range=initializer_range,
+            drop_ratio=recipe.drop_ratio,
+            drop_indices=recipe.drop_indices,
+        ),
+    )
+    return Choices(layer=layer, shared_weights=_shared_weights(recipe, method), notices=notices)
+
+
+def _specialists(recipe: UpcycleRecipe, method: Method) -> int:
+    count = len(recipe.specialists)
+    if method.needs_specialists and count < 2:
+        raise MoesaicError(
+            f"--method {method.name} makes its experts from specialists and needs at least 2, got {count}: "
+            "give --specialist NAME=PATH once per domain"
+        )
+    if count and not method.needs_specialists:
+        takers = " or ".join(sorted(name for name, other in METHODS.items() if other.needs_specialists))
+        raise MoesaicError(
+            f"--specialist {recipe.specialists[0].name}: --method {method.name} makes its experts from the base alone; "
+            f"leave the specialists out, or use --method {takers}"
+        )
+    return count
+
+
+def _shards(recipe: UpcycleRecipe, method: Method, intermediate: int) -> int:
+    shards = method.default_shards if recipe.shards is None else recipe.shards
+    if shards > 1 and not method.cuts:
+        cutters = ", ".join(sorted(name for name, other in METHODS.items() if other.cuts))
+        raise MoesaicError(
+            f"--shards {shards}: --method {method.name} keeps every FFN whole; leave --shards out, or use a method "
+            f"that cuts ({cutters})"
+        )
+    if intermediate % shards:
+        fits = [number for number in range(1, min(intermediate, 64) + 1) if intermediate % number == 0]
+        raise MoesaicError(
+            f"--shards {shards}: does not divide the base's FFN width {intermediate}; {', '.join(map(str, fits))} do"
+        )
+    return shards
+
+
+def _experts(recipe: UpcycleRecipe, method: Method, count: int, shards: int) -> int:
+    if method.needs_specialists:
+        made = count * shards
+        if recipe.experts not in (None, made):
+            raise MoesaicError(
+                f"--experts {recipe.experts}: --method {method.name} makes {made} experts from {count} specialists "
+                f"and --shards {shards}; leave --experts out"
+            )
+        return made
+    experts = DEFAULT_EXPERTS if recipe.experts is None else recipe.experts
+    if method.whole_groups and experts % shards:
+        raise MoesaicError(
+            f"--experts {experts}: must be a multiple of --shards {shards}, so that every group of --method "
+            f"{method.name} is whole; use {_nearest_multiple(experts, shards)}"
+        )
+    return experts
+
+
+def _routing(recipe: UpcycleRecipe, method: Method, experts: int, shards: int) -> RoutingRule:
+    routing = recipe.routing or method.default_routing
+    if routing == "one_per_group" and method.default_routing != routing:
+        if shards == 1:
+            raise MoesaicError(
+                f"--routing one_per_group: with whole FFNs (--shards 1) every group of --method {method.name} would be "
+                "one expert, which is plain top-k; leave --routing out or set --shards"
+            )
+        if experts % shards:
+            raise MoesaicError(
+                f"--routing one_per_group: groups hold one expert per shard, so --experts {experts} must be a multiple "
+                f"of --shards {shards}; use {_nearest_multiple(experts, shards)}"
+            )
+    return routing
+
+
+def _top_k(recipe: UpcycleRecipe, experts: int, shards: int, routing: RoutingRule) -> int:
+    groups = experts // shards
+    most, what = (experts, "experts") if routing == "topk" else (groups, "groups (one expert per group and token)")
+    top_k = min(max(2, shards), most) if recipe.top_k is None else recipe.top_k
+    if top_k > most:
+        raise MoesaicError(f"--top-k {top_k}: --routing {routing} has only {most} {what}; use at most {most}")
+    return top_k
+
+
+def _router(
+    recipe: UpcycleRecipe, method: Method, experts: int, shards: int, top_k: int, routing: RoutingRule
+) -> tuple[RouterInit, tuple[str, ...]]:
+    """Return the resolved initialisation and what is to be said about it."""
+    auto = recipe.router_init == "auto"
+    wanted = method.auto_router[routing] if auto else recipe.router_init
+    problem = _misfit(wanted, experts, shards)
+    uneven = f"--top-k {top_k} is not a multiple of --shards {shards}"
+    if problem and not auto:
+        raise MoesaicError(f"--router-init {wanted}: {problem}; use --router-init random")
+    if wanted == "latin_square" and auto and (problem or top_k % shards):
+        return "random", (
+            f"--router-init auto: random rows, because {problem or uneven}; the shards that a token uses need not be "
+            "complementary then",
+        )
+    if wanted in ("tied", "latin_square") and top_k % shards:
+        return wanted, (f"{uneven}: a token uses an incomplete group, so nothing is preserved exactly",)
+    if wanted in ("tied", "zeros") and routing == "one_per_group" and shards > 1:
+        return wanted, (
+            f"--router-init {wanted}: all experts of a group tie, so every token takes shard 0 of each group until "
+            "training tells them apart",
+        )
+    return wanted, ()
+
+
+def _misfit(router: RouterInit, experts: int, shards: int) -> str | None:
+    """Say why the rows of this initialisation cannot be laid out, if so."""
+    if router not in ("tied", "latin_square"):
+        return None
+    if experts % shards:
+        return f"--shards {shards} does not divide the number of experts ({experts})"
+    if router == "latin_square" and (experts // shards) % shards:
+        return f"--shards {shards} does not divide the number of domains ({experts // shards})"
+    return None
+
+
+def _shared_weights(recipe: UpcycleRecipe, method: Method) -> SharedWeights:
+    chosen = recipe.shared_weights or ("mean" if method.needs_specialists else "base")
+    if chosen == "random-specialist" and not method.needs_specialists:
+        raise MoesaicError(
+            f"--shared-weights random-specialist: --method {method.name} has no specialists; use --shared-weights base"
+        )
+    if chosen == "reinit" and not method.reinit:
+        raise MoesaicError(
+            f"--shared-weights reinit: random weights everywhere are for --method scratch only, not {method.name}"
+        )
+    return chosen
+
+
+def _nearest_multiple(number: int, of: int) -> int:
+    return max(of, round(number / of) * of)
