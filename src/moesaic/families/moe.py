@@ -1,0 +1,182 @@
+"""Which tensors of an MoE checkpoint have a slot per expert, and where. Torch-free.
+
+`detect_moe` reads names and shapes only. Growing, cutting and putting back experts (`expand`, `extract`, `merge-back`)
+then mean one thing for every family and on-disk layout: choose slots along `ExpertTensor.axis`, or whole tensors where
+every expert has a tensor of its own.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moesaic.checkpoint.source import Checkpoint
+from moesaic.errors import MoesaicError
+from moesaic.families.moe_table import EXPERT_COUNT_KEYS, MOE_FAMILIES, MoEFamily, family_of
+
+_LAYER = re.compile(r"^(?P<prefix>.*?layers\.)(?P<layer>\d+)\.(?P<rest>.+)$")
+_OWN = re.compile(r"^(?P<head>(?:mlp|block_sparse_moe)\.experts\.)(?P<expert>\d+)\.(?P<tail>.+)$")
+
+# Name below `layers.N.` -> (role, axis of the experts). Spellings: ours and transformers' fused layout, GPT-OSS,
+# Granite-MoE as published, DeepSeek/GLM and ERNIE selection biases.
+_STACKED = {
+    f"{block}.{tail}": place
+    for block in ("mlp", "block_sparse_moe")
+    for tail, place in {
+        "experts.gate_up_proj": ("gate_up", 0),
+        "experts.down_proj": ("down", 0),
+        "experts.gate_up_proj_bias": ("gate_up_bias", 0),
+        "experts.down_proj_bias": ("down_bias", 0),
+        "input_linear.weight": ("gate_up", 0),
+        "output_linear.weight": ("down", 0),
+        "gate.weight": ("router", 0),
+        "router.weight": ("router", 0),
+        "router.layer.weight": ("router", 0),
+        "router.bias": ("router_bias", 0),
+        "gate.e_score_correction_bias": ("selection_bias", 0),
+        "moe_statics.e_score_correction_bias": ("selection_bias", 1),
+        "gate.moe_statics.e_score_correction_bias": ("selection_bias", 1),
+    }.items()
+}
+
+# Tail of a tensor that one expert has for itself -> role.
+_OWN_ROLES = {
+    f"{name}.{kind}": role + suffix
+    for kind, suffix in (("weight", ""), ("bias", "_bias"))
+    for name, role in {
+        "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down",
+    }.items()
+}  # fmt: skip
+
+_SHARED = re.compile(r"^(?:(?:mlp|block_sparse_moe)\.shared_experts?(?:_gate)?|shared_mlp)\.")
+
+ROUTER_ROLES = frozenset({"router", "router_bias", "selection_bias"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertTensor:
+    """A tensor with a slot per expert along `axis`, or (axis None) one tensor per expert, `{expert}` in its name.
+
+    `role` is gate, up, down, gate_up, one of these with `_bias`, router, router_bias or selection_bias.
+    """
+
+    role: str
+    name: str
+    axis: int | None
+
+    def names(self, num_experts: int) -> list[str]:
+        """The tensors in the file, in the order of the experts; one for a stacked tensor."""
+        if self.axis is not None:
+            return [self.name]
+        return [self.name.format(expert=expert) for expert in range(num_experts)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoELayerTensors:
+    """The tensors of one MoE layer: with a slot per expert (router included), and of the shared experts."""
+
+    layer: int
+    num_experts: int
+    expert_tensors: tuple[ExpertTensor, ...]
+    shared: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEModel:
+    """An MoE checkpoint as its names and shapes describe it; `layers` are the MoE layers in order."""
+
+    family: MoEFamily
+    num_experts: int
+    top_k: int
+    layers: tuple[MoELayerTensors, ...]
+
+
+def detect_moe(checkpoint: Checkpoint) -> MoEModel:
+    """Find the experts, routers and shared experts of an MoE checkpoint from names and shapes.
+
+    Raises:
+        MoesaicError: not an MoE model, a family without a row, an expert or a router that is missing or has another
+            number of slots than the config says (names the tensor).
+    """
+    config = checkpoint.config
+    family = family_of(str(config.get("model_type")))
+    if family is None:
+        known = ", ".join([*MOE_FAMILIES, "moesaic_*"])
+        raise MoesaicError(
+            f"{checkpoint.name}: model_type {config.get('model_type')!r} is not an MoE family known here ({known})"
+        )
+    count = expert_count(config, family, checkpoint.name)
+    by_layer: dict[int, list[str]] = {}
+    for name in checkpoint.tensors:
+        if match := _LAYER.match(name):
+            by_layer.setdefault(int(match["layer"]), []).append(name)
+    layers = tuple(
+        layer
+        for index in sorted(by_layer)
+        if (layer := _read_layer(checkpoint, index, by_layer[index], count)) is not None
+    )
+    if not layers:
+        raise MoesaicError(f"{checkpoint.name}: no layer has experts; config.json says {family.experts_key} = {count}")
+    return MoEModel(
+        family=family, num_experts=count, top_k=_integer(config, family.top_k_key, checkpoint), layers=layers
+    )
+
+
+def expert_count(config: Mapping[str, Any], family: MoEFamily, name: str) -> int:
+    """The number of routed experts E that a config states, under whichever of the known keys."""
+    for key in (family.experts_key, *EXPERT_COUNT_KEYS):
+        if isinstance(config.get(key), int):
+            return config[key]
+    raise MoesaicError(f"{name}: config.json has no number of experts ({family.experts_key})")
+
+
+def _integer(config: Mapping[str, Any], key: str, checkpoint: Checkpoint) -> int:
+    value = config.get(key)
+    if not isinstance(value, int):
+        raise MoesaicError(f"{checkpoint.name}: config.json has no {key}")
+    return value
+
+
+def _read_layer(checkpoint: Checkpoint, index: int, names: list[str], count: int) -> MoELayerTensors | None:
+    """The expert tensors of one layer; None for a dense layer (no expert tensors in it)."""
+    stacked: list[ExpertTensor] = []
+    own: dict[tuple[str, str], set[int]] = {}
+    shared: list[str] = []
+    for name in names:
+        match = _LAYER.match(name)
+        assert match is not None
+        rest = match["rest"]
+        if place := _STACKED.get(rest):
+            stacked.append(_stacked(checkpoint, name, *place, count))
+        elif (part := _OWN.match(rest)) and (role := _OWN_ROLES.get(part["tail"])):
+            template = f"{name[: match.start('rest')]}{part['head']}{{expert}}.{part['tail']}"
+            own.setdefault((role, template), set()).add(int(part["expert"]))
+        elif _OWN.match(rest):
+            raise MoesaicError(f"{checkpoint.name}: unknown expert tensor {name}")
+        elif _SHARED.match(rest):
+            shared.append(name)
+    tensors = [*stacked, *(_own(checkpoint, *key, experts, count) for key, experts in own.items())]
+    roles = {tensor.role for tensor in tensors}
+    if not roles - ROUTER_ROLES:
+        return None
+    if "router" not in roles or "down" not in roles or not roles & {"gate_up", "gate"}:
+        raise MoesaicError(
+            f"{checkpoint.name}: layer {index} has {', '.join(sorted(roles))} but no complete experts and router"
+        )
+    tensors.sort(key=lambda tensor: (tensor.role, tensor.name))
+    return MoELayerTensors(layer=index, num_experts=count, expert_tensors=tuple(tensors), shared=tuple(sorted(shared)))
+
+
+def _stacked(checkpoint: Checkpoint, name: str, role: str, axis: int, count: int) -> ExpertTensor:
+    shape = checkpoint.tensors[name].shape
+    if len(shape) <= axis or shape[axis] != count:
+        raise MoesaicError(f"{checkpoint.name}: {name} has shape {list(shape)}, but config.json says {count} experts")
+    return ExpertTensor(role=role, name=name, axis=axis)
+
+
+def _own(checkpoint: Checkpoint, role: str, template: str, experts: set[int], count: int) -> ExpertTensor:
+    if experts != set(range(count)):
+        wrong = min(experts ^ set(range(count)))
+        state = "missing" if wrong < count else f"there, but config.json says {count} experts"
+        raise MoesaicError(f"{checkpoint.name}: {template.format(expert=wrong)} is {state}")
+    return ExpertTensor(role=role, name=template, axis=None)

@@ -1,0 +1,84 @@
+"""Expert tensors are found in every family and in both on-disk layouts."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from moesaic.checkpoint.source import open_checkpoint
+from moesaic.errors import MoesaicError
+from moesaic.families.moe import detect_moe
+from tests.tiny_moes import EXPERTS, MOE_FAMILIES, TOP_K, save_tiny_moe, tiny_moe
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_every_routed_parameter_is_found(tmp_path, family, fused):
+    checkpoint = open_checkpoint(save_tiny_moe(tmp_path / "m", family, fused=fused))
+    model = detect_moe(checkpoint)
+    assert (model.num_experts, model.top_k, model.family.model_type) == (EXPERTS, TOP_K, family)
+    found = {
+        name for layer in model.layers for tensor in layer.expert_tensors for name in tensor.names(layer.num_experts)
+    }
+    shared = {name for layer in model.layers for name in layer.shared}
+    blocks = (".mlp.", ".block_sparse_moe.", ".shared_mlp.")
+    moe_layers = {layer.layer for layer in model.layers}
+    expected = {
+        name
+        for name in checkpoint.tensors
+        if any(block in name for block in blocks) and int(name.split("layers.")[1].split(".")[0]) in moe_layers
+    }
+    assert found | shared == expected
+    assert not found & shared
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_counted_parameters_agree_with_the_model(tmp_path, family):
+    checkpoint = open_checkpoint(save_tiny_moe(tmp_path / "m", family))
+    on_disk = sum(
+        _size(checkpoint.tensors[name].shape)
+        for layer in detect_moe(checkpoint).layers
+        for tensor in layer.expert_tensors
+        if tensor.role not in {"router", "router_bias", "selection_bias"}
+        for name in tensor.names(EXPERTS)
+    )
+    in_memory = sum(p.numel() for name, p in tiny_moe(family).named_parameters() if ".experts." in name)
+    assert on_disk == in_memory
+
+
+def test_dense_layers_are_left_out(tmp_path):
+    checkpoint = open_checkpoint(save_tiny_moe(tmp_path / "m", "deepseek_v3"))
+    assert [layer.layer for layer in detect_moe(checkpoint).layers] == [1]
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    folder = save_tiny_moe(tmp_path / "m", "olmoe")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MoesaicError, match=r"layers\.1\.mlp\.experts\.5\.up_proj\.weight is missing"):
+        detect_moe(open_checkpoint(folder))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_another_number_of_experts_than_the_config_says(tmp_path, fused):
+    folder = save_tiny_moe(tmp_path / "m", "mixtral", fused=fused)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_local_experts": 6}))
+    with pytest.raises(MoesaicError, match=r"config\.json says 6 experts"):
+        detect_moe(open_checkpoint(folder))
+
+
+def test_a_dense_model_is_refused(tmp_path):
+    folder = save_tiny_moe(tmp_path / "m", "mixtral")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    with pytest.raises(MoesaicError, match="'llama' is not an MoE family"):
+        detect_moe(open_checkpoint(folder))
+
+
+def _size(shape):
+    total = 1
+    for extent in shape:
+        total *= extent
+    return total
