@@ -1,0 +1,144 @@
+"""Progress: what is printed where, and how amounts are written."""
+
+import doctest
+import io
+import threading
+
+import pytest
+
+from moesaic import progress as module
+from moesaic.progress import amount, duration, notice, progress, status, warn
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_examples():
+    assert doctest.testmod(module).failed == 0
+
+
+def test_lines_outside_a_terminal_are_rare_and_on_stderr(clock, capsys):
+    with progress(100e6, label="writing") as tick:
+        for _ in range(100):
+            clock.now += 0.11
+            tick(1e6)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "moesaic: writing: 46% (46.0 MB of 100.0 MB), 9.1 MB/s, 6 s left",
+        "moesaic: writing: 92% (92.0 MB of 100.0 MB), 9.1 MB/s, 1 s left",
+        "moesaic: writing: 100% (100.0 MB of 100.0 MB), 9.1 MB/s",
+    ]
+
+
+def test_short_work_prints_nothing(clock, capsys):
+    with progress(3, "layers", label="reading") as tick:
+        clock.now += 1
+        tick(3)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_quiet_prints_nothing(clock, capsys):
+    with progress(3, "layers", label="reading", quiet=True) as tick:
+        clock.now += 60
+        tick(3)
+    notice("hello", quiet=True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_notice_and_warning_go_to_stderr(capsys):
+    notice("hello")
+    warn("odd")
+    assert capsys.readouterr() == ("", "moesaic: hello\nmoesaic: warning: odd\n")
+
+
+def test_failed_work_does_not_look_complete(clock, capsys):
+    def fail():
+        with progress(2, "layers", label="reading") as tick:
+            clock.now += 6
+            tick(1)
+            clock.now += 6
+            raise OSError
+
+    with pytest.raises(OSError):  # noqa: PT011 (raised just above)
+        fail()
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_bar_on_a_terminal_shows_rate_and_time_left(monkeypatch, clock):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with progress(10, "layers", label="[red]writing") as tick:
+        clock.now += 2
+        tick(4)
+        notice("a message in between")
+    text = terminal.getvalue()
+    assert "[red]writing" in text  # no markup is interpreted
+    assert "40% (4 layers of 10 layers), 2 layers/s, 3 s left" in text
+    assert "moesaic: a message in between\n" in text
+
+
+def test_dumb_terminal_gets_lines(monkeypatch, clock):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    with progress(None, "tokens", label="reading") as tick:
+        clock.now += 10
+        tick(5000)
+    assert terminal.getvalue() == "moesaic: reading: 5,000 tokens, 500 tokens/s\n"
+
+
+def test_ticks_of_several_threads_add_up(monkeypatch, capsys):
+    monkeypatch.setattr(module, "LINE_SECONDS", 0.001)
+    with progress(4000, "steps", label="x") as tick:
+        threads = [threading.Thread(target=lambda: [tick(1) for _ in range(1000)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert "100% (4,000 steps of 4,000 steps)" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (0.5, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (1e6, "1.0 MB"),
+        (5e9, "5.0 GB"),
+        (2.5e12, "2.5 TB"),
+        (1e18, "1000.0 PB"),
+    ],
+)
+def test_amount_of_bytes(value, text):
+    assert amount(value) == text
+
+
+def test_nothing_done_yet():
+    assert status(0, 10, 0.0, "layers") == "0% (0 layers of 10 layers), 0 layers/s"
+    assert status(0, 0, 0.0, "B") == "0 B, 0 B/s"
+
+
+def test_duration_rounds_before_it_splits():
+    assert duration(59.7) == "1 min 0 s"
