@@ -1,0 +1,41 @@
+"""Make transformers' auto classes know the MoE architectures, without importing any of them before it is used.
+
+``AutoConfig.register`` and ``AutoModel.register`` want classes, so using them would import torch, generation and every
+base family whenever a program merely loads a tokenizer (two seconds). transformers' own mappings hold names instead and
+import a module when a name is looked up; the entries below are of that kind, and the module is ``moesaic.modeling``.
+"""
+
+import sys
+from types import ModuleType
+
+from wrapt import register_post_import_hook
+
+from moesaic.modeling.names import STEMS
+
+_AUTO = "transformers.models.auto"
+
+
+def register() -> None:
+    """Register the architectures as soon as transformers' auto classes are imported, or now if they already are."""
+    register_post_import_hook(_register_configs, f"{_AUTO}.configuration_auto")
+    register_post_import_hook(_register_models, f"{_AUTO}.modeling_auto")
+
+
+def _register_configs(configuration_auto: ModuleType) -> None:
+    mapping = configuration_auto.CONFIG_MAPPING
+    for base, stem in STEMS.items():
+        model_type = f"moesaic_{base}"
+        configuration_auto.CONFIG_MAPPING_NAMES[model_type] = f"Moesaic{stem}Config"
+        mapping._modules[model_type] = sys.modules["moesaic.modeling"]
+
+
+def _register_models(modeling_auto: ModuleType) -> None:
+    for mapping, names, kind in (
+        (modeling_auto.MODEL_MAPPING, modeling_auto.MODEL_MAPPING_NAMES, "Model"),
+        (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "ForCausalLM"),
+    ):
+        for base, stem in STEMS.items():
+            model_type = f"moesaic_{base}"
+            names[model_type] = f"Moesaic{stem}{kind}"
+            mapping._modules[model_type] = sys.modules["moesaic.modeling"]
+            mapping._reverse_config_mapping[f"Moesaic{stem}Config"] = model_type

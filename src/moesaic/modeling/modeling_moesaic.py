@@ -1,0 +1,438 @@
+"""Mixture-of-experts models made from any dense decoder of transformers that has a gated FFN.
+
+This file is complete in itself: it needs torch and transformers only. A copy of it lies next to every checkpoint that
+Moesaic writes, so that ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` works where Moesaic is
+not installed.
+
+``Moesaic<Base>Config``, ``Moesaic<Base>Model`` and ``Moesaic<Base>ForCausalLM`` are made on first use, as subclasses of
+the base's own classes: attention, norms, rope, caching, generation and weight tying are the base's. Only the ``mlp`` of
+the layers in ``config.moe_layers`` is replaced.
+
+Letters in the names of tensors: T tokens, D hidden size, E routed experts, K experts per token, I width of an expert,
+G groups of experts, M members of the largest group, A = T * K assignments of a token to an expert.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.generation import GenerationMixin
+from transformers.integrations import use_experts_implementation
+from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.utils.output_capturing import OutputRecorder
+
+ROUTING_RULES = ("topk", "one_per_group")
+ROUTING_WEIGHTINGS = ("selected", "all")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Routing rules: pure functions of the router's logits.
+
+
+def route_topk(logits_TE: Tensor, top_k: int, weighting: str) -> tuple[Tensor, Tensor]:
+    """Send each token to the ``top_k`` experts with the largest logits; of equal logits the lower expert id wins.
+
+    ``weighting`` "selected" is the softmax over the selected logits (Mixtral), "all" the softmax over all logits
+    without renormalisation (OLMoE). Returns weights (tokens, top_k) in the logits' dtype and expert ids.
+    """
+    ids_TK = _largest(logits_TE, top_k)
+    return _weights(logits_TE, logits_TE.gather(-1, ids_TK), weighting), ids_TK
+
+
+def route_one_per_group(
+    logits_TE: Tensor, group_members_GM: Tensor, top_k: int, weighting: str, group_score: str
+) -> tuple[Tensor, Tensor]:
+    """Send each token to the best expert of each of the ``top_k`` best groups (DivMoE, Algorithm 1 and equation 7).
+
+    ``group_members_GM`` holds the expert ids of each group, padded with -1. A group's score is the ``max``, the
+    ``mean`` or the ``log_mean_exp`` of its logits; its representative is the expert with the largest logit, whatever
+    the score. The weights are the softmax of the scores over the selected groups ("selected"). For "all" they are not
+    renormalised: with ``max`` the representative's share of the softmax over all experts, with ``mean`` and
+    ``log_mean_exp`` the group's share of the softmax over the scores of all groups.
+
+    Everything is computed on logits, the softmax comes last: an engine that recognises ``topk(softmax(logits))`` and
+    replaces it by its own kernel must not take this rule for that one.
+    """
+    present_GM = group_members_GM >= 0
+    members_GM = group_members_GM.clamp(min=0)
+    logits_TGM = logits_TE[:, members_GM].masked_fill(~present_GM, -torch.inf)
+    best_TG, position_TG = logits_TGM.max(dim=-1)
+    score_TG, everything = _GROUP_SCORES[group_score](logits_TE, best_TG, logits_TGM, present_GM)
+    groups_TK = _largest(score_TG, top_k)
+    ids_TK = members_GM[groups_TK, position_TG.gather(-1, groups_TK)]
+    return _weights(everything, score_TG.gather(-1, groups_TK), weighting), ids_TK
+
+
+def _largest(scores: Tensor, k: int) -> Tensor:
+    """Return the indices of the ``k`` largest scores in falling order; ties go to the lower index on every device."""
+    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def _weights(scores: Tensor, selected_TK: Tensor, weighting: str) -> Tensor:
+    if weighting == "selected":
+        return selected_TK.softmax(dim=-1)
+    return (selected_TK - scores.logsumexp(dim=-1, keepdim=True)).exp()
+
+
+def _score_max(logits_TE: Tensor, best_TG: Tensor, logits_TGM: Tensor, present_GM: Tensor) -> tuple[Tensor, Tensor]:
+    del logits_TGM, present_GM
+    return best_TG, logits_TE
+
+
+def _score_mean(logits_TE: Tensor, best_TG: Tensor, logits_TGM: Tensor, present_GM: Tensor) -> tuple[Tensor, Tensor]:
+    del logits_TE, best_TG
+    score_TG = logits_TGM.masked_fill(~present_GM, 0.0).sum(dim=-1) / present_GM.sum(dim=-1)
+    return score_TG, score_TG
+
+
+def _score_log_mean_exp(
+    logits_TE: Tensor, best_TG: Tensor, logits_TGM: Tensor, present_GM: Tensor
+) -> tuple[Tensor, Tensor]:
+    del logits_TE, best_TG
+    score_TG = logits_TGM.logsumexp(dim=-1) - present_GM.sum(dim=-1).log()
+    return score_TG, score_TG
+
+
+# name -> (score of each group, the scores that the softmax of the weighting "all" runs over)
+_GROUP_SCORES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "max": _score_max,
+    "mean": _score_mean,
+    "log_mean_exp": _score_log_mean_exp,
+}
+GROUP_SCORES = tuple(_GROUP_SCORES)
+
+
+def group_members(expert_groups: list[int]) -> list[list[int]]:
+    """List the experts of each group, padded with -1 to the size of the largest; ``expert_groups[e]`` is e's group."""
+    members = [
+        [expert for expert, group in enumerate(expert_groups) if group == wanted]
+        for wanted in sorted(set(expert_groups))
+    ]
+    size = max(map(len, members))
+    return [ids + [-1] * (size - len(ids)) for ids in members]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules.
+
+
+class MoesaicRouter(nn.Module):
+    """Score all experts for each token and choose; ``position`` counts the MoE layers of the model from 0."""
+
+    def __init__(self, config: Any, position: int):
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.num_experts = config.num_experts
+        self.rule = config.routing_rule
+        self.weighting = config.routing_weighting
+        self.group_score = config.group_score
+        self.members = None
+        if self.rule == "one_per_group":
+            groups = config.expert_groups
+            self.members = group_members(groups[position] if isinstance(groups[0], list) else groups)
+        self._members_on: dict[torch.device, Tensor] = {}
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits (tokens, experts) in fp32, the weights and the ids of the chosen experts (tokens, K)."""
+        hidden_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits_TE = self.logits(hidden_TD)
+        weights_TK, ids_TK = self.route(logits_TE)
+        return logits_TE, weights_TK.to(hidden_states.dtype), ids_TK
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Compute the router's logits in fp32 (bf16 would split the tied rows of a virtual group)."""
+        dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
+        with torch.autocast(device_type=hidden_TD.device.type, enabled=False):
+            return F.linear(hidden_TD.to(dtype), self.weight.to(dtype))
+
+    def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Apply the routing rule: logits (tokens, experts) -> weights and ids (tokens, K)."""
+        if self.members is None:
+            return route_topk(logits_TE, self.top_k, self.weighting)
+        members_GM = self._members(logits_TE.device)
+        return route_one_per_group(logits_TE, members_GM, self.top_k, self.weighting, self.group_score)
+
+    def _members(self, device: torch.device) -> Tensor:
+        # Not a buffer: models are built on the meta device and loaded tensor by tensor, and this is in no checkpoint.
+        if torch.compiler.is_compiling():
+            return torch.tensor(self.members, device=device)
+        if device not in self._members_on:
+            with torch.inference_mode(False):  # an inference tensor could not be used in training afterwards
+                self._members_on[device] = torch.tensor(self.members, device=device)
+        return self._members_on[device]
+
+
+@use_experts_implementation
+class MoesaicExperts(nn.Module):
+    """All routed experts of a layer: gated FFNs of the width ``moe_intermediate_size``, stacked."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        experts, hidden, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.num_experts = experts
+        self.hidden_dim = hidden
+        self.intermediate_dim = width
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
+        if config.expert_mlp_bias:
+            self.gate_up_proj_bias = nn.Parameter(torch.empty(experts, 2 * width))
+            self.down_proj_bias = nn.Parameter(torch.empty(experts, hidden))
+        self.act_fn = _activation(config)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum over the chosen experts' outputs, (tokens, D)."""
+        return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+
+
+class MoesaicSharedExpert(nn.Module):
+    """The shared experts of a layer as one FFN of the width S * F; every token passes it with weight 1."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        width = config.num_shared_experts * config.intermediate_size
+        bias = config.expert_mlp_bias
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=bias)
+        self.act_fn = _activation(config)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Apply the FFN."""
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class MoesaicSparseMoeBlock(nn.Module):
+    """The MoE layer in the place of a dense ``mlp``: routed experts, plus the shared ones where there are any."""
+
+    def __init__(self, config: Any, position: int):
+        super().__init__()
+        self.gate = MoesaicRouter(config, position)
+        self.experts = MoesaicExperts(config)
+        self.experts.has_bias = config.expert_mlp_bias  # read by transformers' own expert implementations
+        self.shared_expert = MoesaicSharedExpert(config) if config.num_shared_experts else None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return ``sum_k w_k * expert_k(x) + shared(x)`` in the shape of the input."""
+        hidden_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights_TK, ids_TK = self.gate(hidden_TD)
+        output_TD = self.experts(hidden_TD, ids_TK, weights_TK)
+        if self.shared_expert is not None:
+            output_TD = output_TD + self.shared_expert(hidden_TD)
+        return output_TD.reshape(hidden_states.shape)
+
+
+def _activation(config: Any) -> Callable[[Tensor], Tensor]:
+    return ACT2FN[getattr(config, "hidden_activation", None) or config.hidden_act]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configuration.
+
+_TP_PLAN = {
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.experts.down_proj": "rowwise",
+    "layers.*.mlp.experts": "moe_tp_experts",
+    "layers.*.mlp.shared_expert.gate_proj": "colwise",
+    "layers.*.mlp.shared_expert.up_proj": "colwise",
+    "layers.*.mlp.shared_expert.down_proj": "rowwise",
+}
+_EP_PLAN = {
+    "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
+    "layers.*.mlp.experts.gate_up_proj_bias": "grouped_gemm",
+    "layers.*.mlp.experts.down_proj": "grouped_gemm",
+    "layers.*.mlp.experts.down_proj_bias": "grouped_gemm",
+    "layers.*.mlp.experts": "ep_dispatch_experts",
+}
+
+
+def _make_config_class(base: str, stem: str) -> type:
+    parent: Any = CONFIG_MAPPING[base]
+
+    class Config(parent):
+        model_type = f"moesaic_{base}"
+        base_model_tp_plan = (parent.base_model_tp_plan or {}) | _TP_PLAN
+        base_model_ep_plan = _EP_PLAN
+
+        num_experts: int = 8
+        num_experts_per_tok: int = 2
+        moe_intermediate_size: int | None = None
+        num_shared_experts: int = 0
+        moe_layers: list[int] | None = None
+        routing_rule: str = "topk"
+        routing_weighting: str = "selected"
+        expert_groups: list[int] | list[list[int]] | None = None
+        group_score: str = "max"
+        expert_mlp_bias: bool = False
+
+        def __post_init__(self, **kwargs: Any) -> None:
+            super().__post_init__(**kwargs)
+            if self.moe_intermediate_size is None:
+                self.moe_intermediate_size = self.intermediate_size
+            if self.moe_layers is None:
+                self.moe_layers = list(range(self.num_hidden_layers))
+            self.auto_map = _auto_map(stem)
+            check_moe_config(self)
+
+    return _named(Config, f"Moesaic{stem}Config", _auto_class="AutoConfig")
+
+
+def check_moe_config(config: Any) -> None:
+    """Refuse a configuration that names no model; raise ``ValueError`` with one line that says which key and why."""
+    experts, top_k = config.num_experts, config.num_experts_per_tok
+    for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        if getattr(config, key) < 1:
+            raise ValueError(f"{key} is {getattr(config, key)}: it must be at least 1")
+    if config.num_shared_experts < 0:
+        raise ValueError(f"num_shared_experts is {config.num_shared_experts}: it must be 0 (none) or more")
+    for key, choices in (
+        ("routing_rule", ROUTING_RULES),
+        ("routing_weighting", ROUTING_WEIGHTINGS),
+        ("group_score", GROUP_SCORES),
+    ):
+        if getattr(config, key) not in choices:
+            raise ValueError(f"{key} is {getattr(config, key)!r}: it must be one of {', '.join(choices)}")
+    layers = config.moe_layers
+    if sorted(set(layers)) != layers or not all(0 <= layer < config.num_hidden_layers for layer in layers):
+        raise ValueError(
+            f"moe_layers is {layers}: it must list layers from 0 to {config.num_hidden_layers - 1} in rising order"
+        )
+    if top_k > experts:
+        raise ValueError(f"num_experts_per_tok is {top_k}: there are only {experts} experts (num_experts)")
+    if config.routing_rule == "one_per_group":
+        _check_groups(config)
+
+
+def _check_groups(config: Any) -> None:
+    groups = config.expert_groups
+    if not groups:
+        raise ValueError("routing_rule one_per_group needs expert_groups: the group of each expert")
+    per_layer = groups if isinstance(groups[0], list) else [groups]
+    if isinstance(groups[0], list) and len(groups) != len(config.moe_layers):
+        raise ValueError(
+            f"expert_groups has {len(groups)} lists: it must be one list, or one for each of the "
+            f"{len(config.moe_layers)} MoE layers"
+        )
+    for ids in per_layer:
+        if len(ids) != config.num_experts:
+            raise ValueError(
+                f"expert_groups has {len(ids)} entries: it must name a group for each of the "
+                f"{config.num_experts} experts"
+            )
+        if config.num_experts_per_tok > len(set(ids)):
+            raise ValueError(
+                f"num_experts_per_tok is {config.num_experts_per_tok}: one_per_group takes at most one expert from "
+                f"each of the {len(set(ids))} groups"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models. The constructors of the base classes build dense layers first; under `no_init_weights` these cost nothing, and
+# all weights, old and new, are initialised once at the end by `post_init`.
+
+
+class _MoesaicPreTrained:
+    """What the model and its causal-LM head share."""
+
+    config: Any
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(module, MoesaicRouter):
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+        elif isinstance(module, MoesaicExperts):
+            for name, parameter in module.named_parameters(recurse=False):
+                if name.endswith("_bias"):
+                    init.zeros_(parameter)
+                else:
+                    init.normal_(parameter, mean=0.0, std=self.config.initializer_range)
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        """Prefer our own forward ("eager" in transformers' words), which chooses by device."""
+        return super().get_correct_experts_implementation(  # pyright: ignore[reportAttributeAccessIssue]
+            requested_experts or "eager"
+        )
+
+
+class _MoesaicModel(_MoesaicPreTrained):
+    def __init__(self, config: Any):
+        with init.no_init_weights():
+            super().__init__(config)  # pyright: ignore[reportCallIssue]
+            for position, layer in enumerate(config.moe_layers):
+                self.layers[layer].mlp = MoesaicSparseMoeBlock(config, position)  # pyright: ignore
+        self.post_init()  # pyright: ignore
+
+
+class _MoesaicForCausalLM(_MoesaicPreTrained):
+    model_class: type
+
+    def __init__(self, config: Any):
+        with init.no_init_weights():
+            super().__init__(config)  # pyright: ignore[reportCallIssue]
+            self.model = self.model_class(config)
+        self.post_init()  # pyright: ignore
+
+
+def _make_model_class(base: str, stem: str) -> type:
+    config_class = _get(f"Moesaic{stem}Config")
+    parent: Any = MODEL_MAPPING[CONFIG_MAPPING[base]]
+    body = {
+        "config_class": config_class,
+        "_can_record_outputs": parent._can_record_outputs | {"router_logits": OutputRecorder(MoesaicRouter, index=0)},
+    }
+    cls = type(f"Moesaic{stem}Model", (_MoesaicModel, parent), body | {"__module__": __name__})
+    return _named(cls, f"Moesaic{stem}Model", _auto_class="AutoModel")
+
+
+def _make_causal_lm_class(base: str, stem: str) -> type:
+    config_class = _get(f"Moesaic{stem}Config")
+    parent: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[base]]
+    name = f"Moesaic{stem}ForCausalLM"
+    body = {"config_class": config_class, "model_class": _get(f"Moesaic{stem}Model"), "__module__": __name__}
+    # GenerationMixin is named so that transformers sees it among the direct bases and leaves the class alone.
+    return _named(
+        type(name, (_MoesaicForCausalLM, parent, GenerationMixin), body), name, _auto_class="AutoModelForCausalLM"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The classes are made when they are asked for, so that only the base in use is imported.
+
+_MAKERS: dict[str, Callable[[str, str], type]] = {
+    "Config": _make_config_class,
+    "Model": _make_model_class,
+    "ForCausalLM": _make_causal_lm_class,
+}
+
+
+def _auto_map(stem: str) -> dict[str, str]:
+    kinds = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+    return {auto: f"modeling_moesaic.Moesaic{stem}{kind}" for auto, kind in kinds.items()}
+
+
+def _named(cls: type, name: str, **attributes: Any) -> type:
+    cls.__name__ = cls.__qualname__ = name
+    cls.__module__ = __name__
+    for key, value in attributes.items():
+        setattr(cls, key, value)
+    return cls
+
+
+def _get(name: str) -> type:
+    return globals()[name] if name in globals() else __getattr__(name)
+
+
+def __getattr__(name: str) -> type:
+    for kind, make in _MAKERS.items():
+        stem = name.removeprefix("Moesaic").removesuffix(kind)
+        if name == f"Moesaic{stem}{kind}":
+            for base, config_name in CONFIG_MAPPING_NAMES.items():
+                if config_name == f"{stem}Config":
+                    return globals().setdefault(name, make(base, stem))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
