@@ -79,13 +79,16 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             text = _read_exactly(stream.fileno(), length, 8)
     except OSError as error:
         raise MoesaicError(f"{file}: cannot be read ({error.strerror})") from error
-    return parse_header(text, file=file, file_size=size)
+    return check_entries(_parse_json(text, file), file=file, start=8 + length, file_size=size)
 
 
-def parse_header(text: bytes, *, file: Path, file_size: int | None) -> dict[str, TensorInfo]:
-    """The same from the header's JSON bytes; `file_size` in bytes, or None where it isn't known (a remote file)."""
-    entries = _parse_json(text, file)
-    start = 8 + len(text)
+def check_entries(
+    entries: Mapping[str, Any], *, file: Path, start: int, file_size: int | None
+) -> dict[str, TensorInfo]:
+    """The same from the parsed header.
+
+    `start` is where the tensors begin in the file, `file_size` its size in bytes (None where it isn't known).
+    """
     infos = [_tensor_info(name, entry, file, start) for name, entry in entries.items() if name != "__metadata__"]
     infos.sort(key=lambda info: (info.offset, info.nbytes))
     end = start

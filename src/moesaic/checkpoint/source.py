@@ -106,6 +106,9 @@ def shard_names(index_file: Path) -> dict[str, str]:
         raise MoesaicError(f'{index_file}: has no "weight_map" of tensor names to file names')
     if not weight_map:
         raise MoesaicError(f"{index_file}: its weight_map is empty")
+    for name, file in weight_map.items():
+        if not file.endswith(".safetensors"):
+            raise MoesaicError(f"{index_file}: puts tensor {name!r} into {file!r}, which is not a .safetensors file")
     return weight_map
 
 

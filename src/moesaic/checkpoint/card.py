@@ -1,0 +1,75 @@
+"""The model card (README.md) of an output. Everything that comes from users or checkpoints is escaped. Torch-free."""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from moesaic.checkpoint.pio import explained
+
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(@\S+)?")
+_MARKUP = re.compile(r"[\\`*_{}\[\]<>|#!~$&]")
+
+
+def model_card(
+    *,
+    title: str,
+    bases: Sequence[str],
+    tags: Sequence[str],
+    command: Sequence[str],
+    facts: Mapping[str, object],
+    license_name: str | None = None,
+) -> str:
+    """Markdown with front matter: `library_name`, `base_model` and `tags`, then the command and a table of facts.
+
+    `bases` are names as the user gave them; those that look like hub ids become `base_model` (the hub refuses paths).
+    `command` is the argument list, quoted for a shell; `facts` are the table's rows in order.
+    """
+    matches = [_HUB_ID.fullmatch(base) for base in bases if not Path(base).exists()]
+    front: dict[str, object] = {"library_name": "transformers"}
+    if license_name:
+        front["license"] = license_name
+    hub_ids = list(dict.fromkeys(match[1] for match in matches if match))
+    if hub_ids:
+        front["base_model"] = hub_ids
+    front["tags"] = list(dict.fromkeys(["moesaic", "mixture-of-experts", *tags]))
+    rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in facts.items()]
+    parts = [
+        "---",
+        yaml.safe_dump(front, sort_keys=False, allow_unicode=True).rstrip(),
+        "---",
+        "",
+        f"# {_cell(title)}",
+        "",
+        "Made with Moesaic; `moesaic.json` records recipe, seed, versions and hashes.",
+        "",
+        _fenced(shlex.join(command)),
+        "",
+        "| What | Value |",
+        "|---|---|",
+        *rows,
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def write_card(folder: Path, card: str) -> None:
+    """Write the card as README.md."""
+    path = folder / "README.md"
+    with explained(path):
+        path.write_text(card, encoding="utf-8")
+
+
+def _cell(value: object) -> str:
+    """Plain text in a table cell or heading: one line, no markup, no HTML."""
+    text = " ".join(str(value).split())
+    return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", text)
+
+
+def _fenced(text: str) -> str:
+    """A code block whose fence is longer than any run of backticks in the text."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}bash\n{text}\n{fence}"

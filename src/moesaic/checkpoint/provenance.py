@@ -1,0 +1,160 @@
+"""Where a checkpoint comes from: moesaic.json, hashes of weights, and the files that come along unchanged.
+
+Torch-free.
+"""
+
+import json
+import platform
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import moesaic
+from moesaic.checkpoint.pio import explained
+from moesaic.checkpoint.source import Checkpoint, file_inside, load_json
+from moesaic.errors import MoesaicError
+
+PROVENANCE_FILE = "moesaic.json"
+FORMAT = "moesaic/1"
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+)
+
+SIDE_FILES = (*TOKENIZER_FILES, "generation_config.json", "chat_template*", "additional_chat_templates/*")
+"""Patterns of the files (relative to the checkpoint folder) that an output takes over byte for byte."""
+
+_PACKAGES = ("torch", "transformers", "safetensors", "huggingface_hub", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Versions of moesaic, Python and the libraries that determine the result, without importing them."""
+    found = {"moesaic": moesaic.__version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def weights_hash(tensors: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
+    """xxh3 (128 bits, hex) over the sorted (name, dtype code, shape, hash of the bytes) of all tensors.
+
+    So it depends on the tensors alone: not on shards, their order or who wrote them.
+    """
+    import xxhash
+
+    state = xxhash.xxh3_128()
+    for name, dtype, shape, digest in sorted(
+        (name, dtype, list(shape), digest) for name, dtype, shape, digest in tensors
+    ):
+        state.update(json.dumps([name, dtype, shape, digest], separators=(",", ":")).encode() + b"\n")
+    return state.hexdigest()
+
+
+def combine(checkpoint: Checkpoint, tensor_hashes: Mapping[str, str]) -> str:
+    """`weights_hash` of a checkpoint from the result of `scan` over all of its tensors."""
+    infos = checkpoint.tensors.values()
+    return weights_hash((info.name, info.dtype, info.shape, tensor_hashes[info.name]) for info in infos)
+
+
+def fingerprint(checkpoint: Checkpoint, workers: int = 1) -> str:
+    """`weights_hash` of any checkpoint; reads all of it."""
+    from moesaic.checkpoint.scan import scan
+
+    return combine(checkpoint, scan(checkpoint.tensors.values(), workers, allow_nonfinite=True))
+
+
+def source_record(checkpoint: Checkpoint, weights_hash: str | None) -> dict[str, Any]:
+    """The entry of moesaic.json for one source; `config_hash` is the xxh3 of config.json's sorted content."""
+    import xxhash
+
+    config = json.dumps(checkpoint.config, sort_keys=True, separators=(",", ":")).encode()
+    return {
+        "name": checkpoint.name,
+        "revision": checkpoint.revision,
+        "path": str(checkpoint.path),
+        "config_hash": xxhash.xxh3_128_hexdigest(config),
+        "weights_hash": weights_hash,
+    }
+
+
+def write_provenance(
+    folder: Path,
+    *,
+    verb: str,
+    recipe: Mapping[str, Any],
+    seed: int | None,
+    sources: Sequence[Mapping[str, Any]],
+    weights_hash: str | None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write moesaic.json: what made this checkpoint, from what, with which seed and versions.
+
+    There is no time and no host in it: the same run writes the same bytes. `extra` adds keys of the verb's own.
+    """
+    record = {
+        "format": FORMAT,
+        "verb": verb,
+        "recipe": dict(recipe),
+        "seed": seed,
+        "versions": versions(),
+        "sources": [dict(source) for source in sources],
+        "weights_hash": weights_hash,
+    }
+    assert not record.keys() & (extra or {}).keys(), "extra keys must be new"
+    path = folder / PROVENANCE_FILE
+    text = json.dumps(record | dict(extra or {}), indent=2, ensure_ascii=False)
+    with explained(path):
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def read_provenance(folder: Path) -> dict[str, Any] | None:
+    """The content of moesaic.json, or None for a checkpoint without it; an unknown format is a MoesaicError."""
+    path = folder / PROVENANCE_FILE
+    if not path.exists():
+        return None
+    record = load_json(file_inside(folder, PROVENANCE_FILE, told_by=str(folder)))
+    if record.get("format") != FORMAT:
+        raise MoesaicError(f"{path}: format is {record.get('format')!r}, this version reads {FORMAT!r}; update moesaic")
+    return record
+
+
+def side_files(checkpoint: Checkpoint, patterns: Sequence[str] = SIDE_FILES) -> list[str]:
+    """Names of the files of a source checkpoint's folder that match the patterns, sorted."""
+    folder = checkpoint.path
+    found = [path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *folder.glob("*/*")) if path.is_file()]
+    return sorted(name for name in found if any(_matches(name, pattern) for pattern in patterns))
+
+
+def copy_side_files(checkpoint: Checkpoint, folder: Path) -> list[str]:
+    """Copy tokenizer, generation_config.json and chat templates byte for byte; returns their names.
+
+    Links are followed within the checkpoint only, so that a folder from a stranger cannot take in other files.
+    """
+    names = side_files(checkpoint)
+    for name in names:
+        source = file_inside(checkpoint.path, name, told_by=str(checkpoint.path))
+        target = folder / name
+        with explained(target):
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, target)
+    return names
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """fnmatch per path component."""
+    parts, patterns = name.split("/"), pattern.split("/")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))

@@ -1,0 +1,82 @@
+"""Tensors from safetensors files by positional reads into their own memory.
+
+Never mmap: the pages of a mapped file count as resident memory, so a mapped 5 GB shard is a 5 GB peak.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moesaic.checkpoint.buffers import POOL, SMALL_BYTES
+from moesaic.checkpoint.headers import TensorInfo
+from moesaic.checkpoint.pio import read_into
+from moesaic.errors import MoesaicError
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+"""safetensors dtype code -> torch dtype, for every code whose elements are whole bytes."""
+
+DTYPE_CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in TORCH_DTYPES.items()}
+"""torch dtype -> safetensors dtype code."""
+
+
+def read_tensor(info: TensorInfo, start_row: int = 0, stop_row: int | None = None) -> Tensor:
+    """The tensor, or its rows `start_row:stop_row` along the first dimension (all the rest when None).
+
+    Contiguous, on the CPU, in the file's dtype; its memory goes to the next call when it is freed. A file that is
+    missing or was cut since its header was read is a MoesaicError.
+    """
+    if info.dtype not in TORCH_DTYPES:
+        raise MoesaicError(f"{info.file}: tensor {info.name!r} is {info.dtype}, which torch cannot hold")
+    offset, nbytes, shape = _row_range(info, start_row, stop_row)
+    dtype = TORCH_DTYPES[info.dtype]
+    bytes_N = torch.empty(nbytes, dtype=torch.uint8) if nbytes < SMALL_BYTES else torch.from_numpy(POOL.take(nbytes))
+    fd = _open(info.file)
+    try:
+        read_into(fd, bytes_N.numpy().data, offset, info.file)
+    finally:
+        os.close(fd)
+    return bytes_N.view(dtype).view(shape)
+
+
+def _row_range(info: TensorInfo, start: int, stop: int | None) -> tuple[int, int, tuple[int, ...]]:
+    """Absolute offset, size in bytes and shape of some rows of a tensor."""
+    if start == 0 and stop is None:
+        return info.offset, info.nbytes, info.shape
+    assert info.shape, f"{info.name}: a scalar has no rows"
+    rows = info.shape[0]
+    stop = rows if stop is None else stop
+    assert 0 <= start <= stop <= rows, f"{info.name}: no rows {start}:{stop} in {rows}"
+    row_bytes = info.nbytes // max(rows, 1)
+    return info.offset + start * row_bytes, (stop - start) * row_bytes, (stop - start, *info.shape[1:])
+
+
+def _open(file: Path) -> int:
+    try:
+        return os.open(file, os.O_RDONLY)
+    except FileNotFoundError as error:
+        raise MoesaicError(f"{file}: not on this machine; download the checkpoint first") from error
+    except OSError as error:
+        raise MoesaicError(f"{file}: cannot be read ({error.strerror})") from error
