@@ -1,0 +1,48 @@
+"""What is switched on at the routers, as plain data: no torch here, so that recipes and records can hold it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moesaic.errors import MoesaicError
+
+RuleName = Literal["topk", "one_per_group", "document_pool"]
+PoolDraw = Literal["document_and_layer", "document"]
+GroupScore = Literal["max", "mean", "log_mean_exp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleConfig:
+    """The rule that `install` puts on every router of a model."""
+
+    rule: RuleName | None = None
+    """`topk`, `one_per_group` (DivMoE, algorithm 1) or `document_pool` (EMO, section 3.2); None: the model's own."""
+    pool_size: int | tuple[int, int] | None = None
+    """`document_pool`: size d of every pool, or the inclusive range d is drawn from. None is the paper's {K..E}."""
+    pool_draw: PoolDraw = "document_and_layer"
+    """`document_pool`: a fresh d for each document in each layer, or one d per document for all layers."""
+    expert_groups: tuple[int, ...] | None = None
+    """`one_per_group`: group of each expert. None takes the model's own; native families have none and need this."""
+    group_score: GroupScore | None = None
+    """`one_per_group`: score of a group from its experts' logits. None takes the model's own, or `max`."""
+
+    def __post_init__(self) -> None:
+        if self.pool_size is not None and self.rule != "document_pool":
+            raise MoesaicError(f"pool_size is only for rule: document_pool, not {self.rule or 'the model own rule'}")
+        if self.rule != "one_per_group" and (self.expert_groups is not None or self.group_score is not None):
+            raise MoesaicError("expert_groups and group_score are only for rule: one_per_group")
+
+    def pool_range(self, *, top_k: int, num_experts: int) -> tuple[int, int]:
+        """Return the smallest and largest pool size, both included.
+
+        A pool smaller than K has too few experts for a token; one larger than E does not exist (published code draws up
+        to 128 of 127 experts, which only gives "no mask" a second ticket).
+        """
+        size = self.pool_size if self.pool_size is not None else (top_k, num_experts)
+        low, high = (size, size) if isinstance(size, int) else size
+        if not top_k <= low <= high <= num_experts:
+            shown = low if low == high else f"[{low}, {high}]"
+            raise MoesaicError(
+                f"routing.pool_size: {shown} does not fit {top_k} active of {num_experts} routed experts; "
+                f"write a size or an increasing range within [{top_k}, {num_experts}]"
+            )
+        return low, high

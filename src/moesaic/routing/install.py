@@ -1,0 +1,183 @@
+"""Put a rule on the routers of a model, and tell them which documents their tokens belong to.
+
+A router's `forward` is replaced on the instance, so nothing enters the state dict, hooks (FSDP, output capturing) still
+run around it, a deep copy of the model has routers of its own, and `uninstall` leaves no trace.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moesaic.errors import MoesaicError
+from moesaic.recipe import load_recipe
+from moesaic.routing.config import RuleConfig
+from moesaic.routing.routers import RouterSettings, find_routers
+from moesaic.routing.rules import Rule, build_rule, decide
+from moesaic.routing.types import RoutingContext, RoutingDecision
+
+_ATTRIBUTE = "_moesaic_router"
+
+
+class RoutingRecord:
+    """The decisions of one forward pass, in the order of the MoE layers."""
+
+    def __init__(self, context: RoutingContext, *, pools: bool | None) -> None:
+        self.context = context
+        self.pools = pools
+        self._by_layer: dict[int, RoutingDecision] = {}
+
+    @property
+    def decisions(self) -> list[RoutingDecision]:
+        """One decision per MoE layer."""
+        return [self._by_layer[layer] for layer in sorted(self._by_layer)]
+
+    def recorded(self, layer: int) -> RoutingDecision | None:
+        """Return the layer's decision if this is the second run of activation checkpointing, None in the first."""
+        decision = self._by_layer.get(layer)
+        if decision is not None and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError("one routing_context holds one forward pass: open a new one for the next micro-batch")
+        return decision
+
+    def add(self, layer: int, decision: RoutingDecision) -> None:
+        """Record the layer's decision."""
+        self._by_layer[layer] = decision
+
+
+class Installation:
+    """A rule on all routers of one model. `selection_bias` (layers, experts) is the state of loss-free balancing."""
+
+    def __init__(self, config: RuleConfig, *, selection_bias: Tensor | None) -> None:
+        self.config = config
+        self.selection_bias = selection_bias
+        self.record: RoutingRecord | None = None
+        self.routers: list[nn.Module] = []
+
+    def to_record(self) -> dict[str, Any]:
+        """Return what `reinstall` needs, as JSON: the rule and the selection bias, which no checkpoint file holds."""
+        bias = None if self.selection_bias is None else self.selection_bias.tolist()
+        return {"rule": asdict(self.config), "selection_bias": bias}
+
+    def uninstall(self) -> None:
+        """Give every router its own forward back."""
+        for router in self.routers:
+            del router.__dict__["forward"], router.__dict__[_ATTRIBUTE]
+        self.routers = []
+
+
+class _InstalledRouter:
+    """What one router needs to decide."""
+
+    def __init__(self, installation: Installation, layer: int, settings: RouterSettings) -> None:
+        self.installation = installation
+        self.layer = layer
+        self.settings = settings
+        self.rule: Rule = build_rule(installation.config, settings)
+
+    def decide(self, logits_TE: Tensor, *, training: bool) -> RoutingDecision:
+        bias_LE = self.installation.selection_bias
+        bias_E = None if bias_LE is None else bias_LE[self.layer].to(logits_TE)
+        record = self.installation.record
+        if record is None:
+            if training and self.rule.allow is not None:
+                raise RuntimeError("the document pool needs `with routing_context(...)` around forward and backward")
+            return decide(self.rule, logits_TE, bias_E=bias_E)
+        earlier = record.recorded(self.layer)
+        pools = training if record.pools is None else record.pools
+        decision = decide(
+            self.rule,
+            logits_TE,
+            bias_E=bias_E,
+            context=record.context if pools else None,
+            layer=self.layer,
+            allowed_TE=None if earlier is None else earlier.allowed_TE,
+        )
+        if earlier is None:
+            record.add(self.layer, decision)
+        return decision
+
+
+def _forward(router: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    installed: _InstalledRouter = getattr(router, _ATTRIBUTE)
+    hidden_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+    # bf16 logits tie and reorder experts that fp32 tells apart, so autocast must not reach this product.
+    with torch.autocast(hidden_TD.device.type, enabled=False):
+        dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
+        weight_ED: Tensor = router.weight  # pyright: ignore[reportAssignmentType]
+        logits_TE = F.linear(hidden_TD.to(dtype), weight_ED.to(dtype))
+        decision = installed.decide(logits_TE, training=router.training)
+    weights_TK = decision.weights_TK
+    if installed.settings.cast_weights:
+        weights_TK = weights_TK.to(hidden_states.dtype)
+    return decision.logits_TE, weights_TK, decision.expert_ids_TK
+
+
+def install(model: nn.Module, config: RuleConfig, *, selection_bias: Tensor | bool | None = None) -> Installation:
+    """Put `config`'s rule on every router of `model`, in place of any rule installed before.
+
+    `topk` and `one_per_group` hold in training and evaluation. `document_pool` holds while the model is in training
+    mode, inside `routing_context`; in evaluation mode routing is plain top-k. Logits are fp32 with autocast off, also
+    in families whose own routers compute them in bf16. `selection_bias` switches loss-free balancing on: True starts at
+    zero, a tensor (layers, experts) continues. Raises `MoesaicError` for a model without routers that rules work on and
+    for settings that do not fit it.
+    """
+    routers = find_routers(model)
+    if isinstance(selection_bias, bool):
+        shape = (len(routers), routers[0][1].num_experts)
+        device = next(model.parameters()).device
+        selection_bias = torch.zeros(shape, dtype=torch.float32, device=device) if selection_bias else None
+    installation = Installation(config, selection_bias=selection_bias)
+    installed = [_InstalledRouter(installation, layer, settings) for layer, (_, settings) in enumerate(routers)]
+    if selection_bias is not None and not all(state.rule.takes_bias for state in installed):
+        raise MoesaicError(
+            "losses.bias_balancing: works with group_score max only; use losses.balance, or set group_score to max"
+        )
+    earlier = find_installation(model)
+    if earlier is not None:
+        earlier.uninstall()
+    for state, (router, _) in zip(installed, routers, strict=True):
+        setattr(router, _ATTRIBUTE, state)
+        router.forward = MethodType(_forward, router)
+        installation.routers.append(router)
+    return installation
+
+
+def reinstall(model: nn.Module, record: Mapping[str, Any]) -> Installation:
+    """Install what `Installation.to_record` described (the `routing` entry of `moesaic.json`)."""
+    bias = record["selection_bias"]
+    tensor = None if bias is None else torch.tensor(bias, dtype=torch.float32, device=next(model.parameters()).device)
+    return install(model, load_recipe(RuleConfig, record["rule"]), selection_bias=tensor)
+
+
+def find_installation(model: nn.Module) -> Installation | None:
+    """Return what is installed on the routers of a model, wrapped or not."""
+    states = (module.__dict__.get(_ATTRIBUTE) for module in model.modules())
+    state = next((state for state in states if state is not None), None)
+    return None if state is None else state.installation
+
+
+@contextmanager
+def routing_context(
+    model: nn.Module | Installation, context: RoutingContext, *, pools: bool | None = None
+) -> Iterator[RoutingRecord]:
+    """Let the routers know the documents of one micro-batch, and collect their decisions.
+
+    Wrap forward, losses and backward: activation checkpointing (non-reentrant) runs the routers again in backward, with
+    the pools of the first run and without recording twice. `pools` says whether `document_pool` constrains the tokens;
+    None means in training mode only.
+    """
+    installation = model if isinstance(model, Installation) else find_installation(model)
+    if installation is None:
+        raise RuntimeError("no rule is installed on this model: call install first")
+    if installation.record is not None:
+        raise RuntimeError("a routing_context is already open on this model")
+    installation.record = RoutingRecord(context, pools=pools)
+    try:
+        yield installation.record
+    finally:
+        installation.record = None

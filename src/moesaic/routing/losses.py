@@ -1,0 +1,124 @@
+"""Load-balancing loss and router z-loss, per layer from the routing decisions, averaged over the MoE layers.
+
+transformers' own auxiliary loss derives the selection again by plain top-k, pools layers and counts padding, so it is
+wrong for pools, groups and biases; these read what the rule really did.
+
+Every term is this rank's *contribution*: the terms of all ranks (and the z-loss of all micro-steps) add up to the
+value, so gradients have to be summed over ranks. Where a wrapper averages them (FSDP, DDP), multiply by the number of
+ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from moesaic.routing.types import RoutingDecision
+
+BalanceScope = Literal["local", "global", "batch"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Load:
+    """How often each expert of each MoE layer was selected, over a number of tokens that are not padding."""
+
+    counts_LE: Int64[Tensor, "layers experts"]
+    tokens: Int64[Tensor, ""]
+
+    def __add__(self, other: "Load") -> "Load":
+        return Load(counts_LE=self.counts_LE + other.counts_LE, tokens=self.tokens + other.tokens)
+
+
+def measure_load(decisions: Sequence[RoutingDecision], token_mask_T: Bool[Tensor, " tokens"]) -> Load:
+    """Count the selections of each expert in each layer, without padding; integers, so any order gives the same."""
+    return Load(
+        counts_LE=torch.stack([count_selections(decision, token_mask_T) for decision in decisions]),
+        tokens=token_mask_T.sum(),
+    )
+
+
+def count_selections(decision: RoutingDecision, token_mask_T: Bool[Tensor, " tokens"]) -> Int64[Tensor, " experts"]:
+    """Count the tokens, padding excluded, that selected each expert (bincount would wait for the device)."""
+    ids_TK = decision.expert_ids_TK
+    counts_E = torch.zeros(decision.logits_TE.shape[-1], dtype=torch.int64, device=ids_TK.device)
+    ones_TK = token_mask_T.to(torch.int64)[:, None].expand_as(ids_TK)
+    return counts_E.scatter_add_(0, ids_TK.flatten(), ones_TK.flatten())
+
+
+def reduce_load(load: Load, group: dist.ProcessGroup | None = None) -> Load:
+    """Sum a load over the ranks of `group` (None: all) in one message; the same load where nothing is distributed."""
+    if not dist.is_initialized():
+        return load
+    message = torch.cat([load.counts_LE.flatten(), load.tokens[None]])
+    dist.all_reduce(message, group=group)
+    return Load(counts_LE=message[:-1].view_as(load.counts_LE), tokens=message[-1])
+
+
+def _local_scope(local: Load, group: dist.ProcessGroup | None, carried: Load | None) -> tuple[Load, Tensor]:
+    del carried
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    return local, local.tokens * ranks
+
+
+def _global_scope(local: Load, group: dist.ProcessGroup | None, carried: Load | None) -> tuple[Load, Tensor]:
+    del carried
+    load = reduce_load(local, group)
+    return load, load.tokens
+
+
+def _batch_scope(local: Load, group: dist.ProcessGroup | None, carried: Load | None) -> tuple[Load, Tensor]:
+    load = reduce_load(local, group)
+    return load if carried is None else carried + load, load.tokens
+
+
+_SCOPES: dict[str, Callable[[Load, dist.ProcessGroup | None, Load | None], tuple[Load, Tensor]]] = {
+    "local": _local_scope,
+    "global": _global_scope,
+    "batch": _batch_scope,
+}
+
+
+def balance_loss(
+    decisions: Sequence[RoutingDecision],
+    token_mask_T: Bool[Tensor, " tokens"],
+    local: Load,
+    *,
+    scope: BalanceScope = "global",
+    group: dist.ProcessGroup | None = None,
+    carried: Load | None = None,
+) -> tuple[Float[Tensor, ""], Load]:
+    """Return this rank's part of `E * sum_i f_i P_i` of one micro-step, and the load that f was taken from.
+
+    `local` is `measure_load` of the same decisions. f is the fraction of selections (counts over tokens * K, so that
+    balanced routing gives 1 at every E and K), P the mean probability after the pool mask; padding counts in neither
+    (EMO, equation of section 3.1 and appendix A.1).
+    `local`: f and P of this rank's micro-batch, the mean over ranks. `global`: f over all ranks of the micro-step.
+    `batch`: also over the earlier micro-steps of the step; pass the returned load of the micro-step before as `carried`
+    (None at the first). Average over the micro-steps of a step.
+    """
+    load, probability_tokens = _SCOPES[scope](local, group, carried)
+    weight_T = token_mask_T.to(decisions[0].logits_TE.dtype)
+    layers = []
+    for counts_E, decision in zip(load.counts_LE, decisions, strict=True):
+        probability_E = weight_T @ decision.masked_logits_TE.softmax(dim=-1)
+        selections = (load.tokens * decision.expert_ids_TK.shape[-1]).clamp_min(1)
+        fraction_E = counts_E.to(probability_E.dtype) / selections
+        layers.append(counts_E.numel() * (fraction_E @ probability_E) / probability_tokens.clamp_min(1))
+    return torch.stack(layers).mean(), load
+
+
+def router_z_loss(
+    decisions: Sequence[RoutingDecision], token_mask_T: Bool[Tensor, " tokens"], *, batch_tokens: int | Tensor
+) -> Float[Tensor, ""]:
+    """Return this micro-batch's part of the mean of `logsumexp(logits)^2` over the allowed experts (ST-MoE, eq. 5).
+
+    `batch_tokens` is the number of tokens of the whole step (all ranks, all micro-steps) that are not padding, so the
+    sum of the parts does not depend on how the batch is cut.
+    """
+    weight_T = token_mask_T.to(decisions[0].logits_TE.dtype)
+    layers = [weight_T @ decision.masked_logits_TE.logsumexp(dim=-1).square() for decision in decisions]
+    return torch.stack(layers).mean() / batch_tokens
