@@ -95,7 +95,7 @@ def _score_log_mean_exp(
     logits_TE: Tensor, best_TG: Tensor, logits_TGM: Tensor, present_GM: Tensor
 ) -> tuple[Tensor, Tensor]:
     del logits_TE, best_TG
-    score_TG = logits_TGM.logsumexp(dim=-1) - present_GM.sum(dim=-1).log()
+    score_TG = logits_TGM.logsumexp(dim=-1) - present_GM.sum(dim=-1).to(logits_TGM.dtype).log()
     return score_TG, score_TG
 
 
