@@ -56,7 +56,7 @@ def test_tensors_and_shapes_are_those_of_the_class(name, changes):
 def test_defaults_are_those_of_the_config_class(name):
     family = FAMILIES[name]
     plain = type(AutoConfig.for_model(name))()
-    given = {k: v for k, v in family.defaults.items()}
+    given = dict(family.defaults)
     assert given == {k: getattr(plain, k) for k in given}
     assert family.tied == plain.tie_word_embeddings == is_tied(family, {})
     assert family.activation == getattr(plain, family.activation_key)

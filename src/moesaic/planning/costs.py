@@ -1,0 +1,115 @@
+"""What a model costs to run: FLOPs per token and bytes of memory, from tensor shapes and the config (no torch)."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moesaic.planning.counting import Shapes, count_shapes, is_embedding, layer_of
+
+FLOPS_FORMULA = (
+    "2 per weight of every active matrix (output head included, embedding lookup not) + per attention layer "
+    "2 x (query width + value width) x positions attended, averaged over a causal sequence of the stated length"
+)
+
+# Every n-th layer sees everything, the others a window, where a config gives a window but no layer_types.
+_WINDOW_PATTERNS: Mapping[str, int] = {
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "cohere2": 4,
+    "olmo3": 4,
+    "exaone4": 4,
+    "gpt_oss": 2,
+}
+_WINDOW_OFF_BY_DEFAULT = frozenset({"qwen2", "qwen3", "qwen2_moe", "qwen3_moe"})
+_MOE_PREFIX = "moesaic_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionWidths:
+    """Numbers per token of one attention layer: queries, values summed by the heads, and cached keys and values."""
+
+    query: int
+    value: int
+    cached: int
+
+
+def attention_layers(shapes: Shapes, config: Mapping[str, Any]) -> dict[int, AttentionWidths]:
+    """Return layer -> widths for every layer whose attention is recognised by its projections' names.
+
+    Recognised: separate q/k/v, fused qkv, and DeepSeek's latent attention (whose cache holds the latents).
+    """
+    names: dict[int, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        layer = layer_of(name)
+        if layer is None or not name.endswith(".weight") or len(shape) != 2 or "attn" not in name:
+            continue
+        names.setdefault(layer, {})[name.split(".")[-2]] = shape
+    depth = int(config.get("num_hidden_layers") or len(names))
+    found = ((layer, _widths(projections)) for layer, projections in sorted(names.items()) if layer < depth)
+    return {layer: widths for layer, widths in found if widths is not None}
+
+
+def _widths(shapes: Mapping[str, tuple[int, ...]]) -> AttentionWidths | None:
+    out = shapes.get("o_proj")
+    if out is None:
+        return None
+    value = out[1]
+    if "k_proj" in shapes and "v_proj" in shapes and "q_proj" in shapes:
+        return AttentionWidths(query=shapes["q_proj"][0], value=value, cached=shapes["k_proj"][0] + shapes["v_proj"][0])
+    if "qkv_proj" in shapes:
+        return AttentionWidths(query=value, value=value, cached=shapes["qkv_proj"][0] - value)
+    if "kv_b_proj" in shapes and "kv_a_proj_with_mqa" in shapes:
+        query = shapes["q_b_proj"][0] if "q_b_proj" in shapes else shapes["q_proj"][0]
+        return AttentionWidths(query=query, value=value, cached=shapes["kv_a_proj_with_mqa"][0])
+    return None
+
+
+def flops_per_token(shapes: Shapes, config: Mapping[str, Any], context: int) -> int:
+    """Return the forward FLOPs of one token, averaged over a causal sequence of `context` tokens (`FLOPS_FORMULA`)."""
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) >= 2}
+    count = count_shapes(matrices, config)
+    lookup = sum(shape[0] * shape[1] for name, shape in matrices.items() if is_embedding(name))
+    tied = bool(config.get("tie_word_embeddings"))
+    flops = 2 * (count.active - (0 if tied else lookup))
+    windows = list(_windows(config))
+    for layer, widths in attention_layers(shapes, config).items():
+        attended = _mean_attended(context, windows[layer] if layer < len(windows) else None)
+        flops += round(2 * (widths.query + widths.value) * attended)
+    return flops
+
+
+def kv_cache_bytes(shapes: Shapes, config: Mapping[str, Any], context: int, bytes_per_value: int) -> int:
+    """Return the bytes of one sequence's key/value cache at `context` tokens; layers with a window hold that window."""
+    windows = list(_windows(config))
+    total = 0
+    for layer, widths in attention_layers(shapes, config).items():
+        window = windows[layer] if layer < len(windows) else None
+        total += widths.cached * min(context, window or context) * bytes_per_value
+    return total
+
+
+def _mean_attended(context: int, window: int | None) -> float:
+    """Return the mean number of positions that a token of a causal sequence attends to, itself included."""
+    if window is None or window >= context:
+        return (context + 1) / 2
+    ramp = window * (window + 1) / 2
+    return (ramp + (context - window) * window) / context
+
+
+def _windows(config: Mapping[str, Any]) -> Iterator[int | None]:
+    """Yield per layer the number of positions its attention sees, None for all of them."""
+    window = config.get("sliding_window")
+    model_type = str(config.get("model_type", "")).removeprefix(_MOE_PREFIX)
+    depth = int(config.get("num_hidden_layers") or 0)
+    types = config.get("layer_types")
+    pattern = config.get("sliding_window_pattern") or _WINDOW_PATTERNS.get(model_type)
+    off = model_type in _WINDOW_OFF_BY_DEFAULT and not config.get("use_sliding_window")
+    for layer in range(depth):
+        if not isinstance(window, int) or window <= 0 or off:
+            yield None
+        elif types:
+            yield window if types[layer] == "sliding_attention" else None
+        elif pattern:
+            yield window if (layer + 1) % int(pattern) else None
+        else:
+            yield window

@@ -1,0 +1,191 @@
+"""Counting parameters from tensor names and shapes: total, active, with and without embeddings (no torch)."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from moesaic.errors import MoesaicError
+from moesaic.planning.shapes import config_shapes
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+TOP_K_KEYS = ("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_token")
+
+# Routed experts are stored fused (E first) or one tensor per expert; shared experts never match.
+_PER_EXPERT = re.compile(r"\.experts\.(?P<expert>\d+)\.")
+_FUSED = re.compile(
+    r"\.experts\.|\.block_sparse_moe\.(input_linear|output_linear)\.|\.mlp\.(input_linear|output_linear)\."
+)
+_SHARED = re.compile(r"\.(shared_experts?|shared_mlp)\.")
+_ROUTER = re.compile(r"\.(gate|router|router\.layer|gate\.wg)\.(weight|bias|e_score_correction_bias)$")
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|tok_embeddings|word_embeddings|embeddings)\.weight$")
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
+_OTHER_MODALITY = re.compile(r"(^|\.)(vision|visual|audio|multi_modal|mm_|image|embed_vision|embed_audio)")
+_RECOMPUTED = re.compile(r"rotary_emb\.|\.masked_bias$")
+_EXTRA_PREDICTION = re.compile(r"(^|\.)mtp\.")
+_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.(?P<layer>\d+)\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCount:
+    """Parameters of a language model; a tied output head is counted once, as embedding.
+
+    Attributes:
+        total: all parameters of the language model.
+        active: those that one token uses: everything except the routed experts that are not selected.
+        embeddings: token embedding plus the output head where it is a matrix of its own.
+        routed, shared, router: routed experts, shared experts and routers, of all layers.
+        active_routed: the selected share of `routed`.
+        num_experts: routed experts per MoE layer (the largest, where layers differ); 0 for a dense model.
+        top_k: routed experts that a token uses per layer; 0 for a dense model.
+        moe_layers: number of layers with routed experts.
+        not_run: parameters of layers beyond the model's depth (multi-token prediction); in no other figure.
+        other_modalities: vision, audio and their projectors; in no other figure.
+    """
+
+    total: int
+    active: int
+    embeddings: int
+    routed: int
+    active_routed: int
+    shared: int
+    router: int
+    num_experts: int
+    top_k: int
+    moe_layers: int
+    not_run: int = 0
+    other_modalities: int = 0
+
+    @property
+    def total_without_embeddings(self) -> int:
+        """`total` minus `embeddings`."""
+        return self.total - self.embeddings
+
+    @property
+    def active_without_embeddings(self) -> int:
+        """`active` minus `embeddings`."""
+        return self.active - self.embeddings
+
+    def to_dict(self) -> dict[str, int]:
+        """Return all figures as plain numbers."""
+        return asdict(self) | {
+            "total_without_embeddings": self.total_without_embeddings,
+            "active_without_embeddings": self.active_without_embeddings,
+        }
+
+
+def count_parameters(config: Mapping[str, Any]) -> ParameterCount:
+    """Count a model from its config alone: a dense family of the table, or `moesaic_<family>`.
+
+    Raises:
+        MoesaicError: the family is in no table, so only its files can be counted.
+    """
+    return count_shapes(config_shapes(config), config)
+
+
+def count_shapes(shapes: Shapes, config: Mapping[str, Any]) -> ParameterCount:
+    """Count a model from its tensors' names and shapes.
+
+    Args:
+        shapes: stored name -> shape, in any family's naming, expert tensors fused or one by one.
+        config: the (text) config: `tie_word_embeddings`, the number of layers and the number of active experts.
+    """
+    depth = config.get("num_hidden_layers")
+    sums: Counter[str] = Counter()
+    routed_by_layer: dict[int | None, int] = {}
+    experts_by_layer: dict[int | None, int] = {}
+    for name, shape in shapes.items():
+        kind = _kind(name, depth)
+        if kind is None:
+            continue
+        size = math.prod(shape)
+        sums[kind] += size
+        if kind == "routed":
+            layer = layer_of(name)
+            routed_by_layer[layer] = routed_by_layer.get(layer, 0) + size
+            experts_by_layer[layer] = max(experts_by_layer.get(layer, 0), _experts_in(name, shape, config))
+    if config.get("tie_word_embeddings") and sums["embedding"]:
+        sums["head"] = 0
+    top_k = _top_k(config) if routed_by_layer else 0
+    active_routed = sum(
+        routed // experts_by_layer[layer] * min(top_k, experts_by_layer[layer])
+        for layer, routed in routed_by_layer.items()
+    )
+    embeddings = sums["embedding"] + sums["head"]
+    total = embeddings + sums["plain"] + sums["routed"] + sums["shared"] + sums["router"]
+    return ParameterCount(
+        total=total,
+        active=total - sums["routed"] + active_routed,
+        embeddings=embeddings,
+        routed=sums["routed"],
+        active_routed=active_routed,
+        shared=sums["shared"],
+        router=sums["router"],
+        num_experts=max(experts_by_layer.values(), default=0),
+        top_k=top_k,
+        moe_layers=len(routed_by_layer),
+        not_run=sums["not_run"],
+        other_modalities=sums["other"],
+    )
+
+
+def is_routed(name: str) -> bool:
+    """Return whether a stored tensor belongs to routed experts."""
+    return bool(_FUSED.search(name)) and not _SHARED.search(name)
+
+
+def layer_of(name: str) -> int | None:
+    """Return the layer that a stored tensor belongs to, or None."""
+    match = _LAYER.search(name)
+    return int(match["layer"]) if match else None
+
+
+def is_embedding(name: str) -> bool:
+    """Return whether a stored tensor is the token embedding."""
+    return bool(_EMBEDDING.search(name)) and layer_of(name) is None
+
+
+def is_head(name: str) -> bool:
+    """Return whether a stored tensor is the output head."""
+    return bool(_HEAD.search(name))
+
+
+def _kind(name: str, depth: int | None) -> str | None:
+    """Return the sum that a tensor goes into; None for tensors that are recomputed."""
+    layer = layer_of(name)
+    beyond_depth = depth is not None and layer is not None and layer >= int(depth)
+    rules = (
+        (bool(_RECOMPUTED.search(name)), None),
+        (bool(_OTHER_MODALITY.search(name)), "other"),
+        (beyond_depth or bool(_EXTRA_PREDICTION.search(name)), "not_run"),
+        (is_embedding(name), "embedding"),
+        (is_head(name), "head"),
+        (bool(_SHARED.search(name)), "shared"),
+        (is_routed(name), "routed"),
+        (bool(_ROUTER.search(name)), "router"),
+    )
+    return next((kind for applies, kind in rules if applies), "plain")
+
+
+def _experts_in(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> int:
+    match = _PER_EXPERT.search(name)
+    if match:
+        return int(match["expert"]) + 1
+    # Fused: experts come first. DBRX flattens (E * I, D), where only the config knows E.
+    return int((config.get("ffn_config") or {}).get("moe_num_experts") or shape[0])
+
+
+def _top_k(config: Mapping[str, Any]) -> int:
+    nested = config.get("ffn_config") or {}
+    for source in (config, nested):
+        for key in TOP_K_KEYS:
+            value = source.get(key)
+            if isinstance(value, int) and value > 0:
+                return value
+    raise MoesaicError(
+        f"config.json of {config.get('model_type')} does not say how many experts a token uses "
+        f"(looked for {', '.join(TOP_K_KEYS)}): add num_experts_per_tok"
+    )
