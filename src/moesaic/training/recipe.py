@@ -145,7 +145,7 @@ class BatchRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetRecipe:
-    """When the run is over: give one of the two."""
+    """When the run is over: one of the two, or neither where `data.epochs` says it."""
 
     steps: int | None = None
     """Optimizer steps."""
@@ -154,8 +154,8 @@ class BudgetRecipe:
 
     def __post_init__(self) -> None:
         _require(self, "steps", "tokens")
-        if (self.steps is None) == (self.tokens is None):
-            raise MoesaicError("give exactly one of `steps` and `tokens`")
+        if self.steps is not None and self.tokens is not None:
+            raise MoesaicError("steps and tokens are both given, drop one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +221,8 @@ class TrainRecipe:
     """AdamW and its schedule."""
     batch: BatchRecipe
     """Tokens per step."""
-    budget: BudgetRecipe
-    """Length of the run."""
+    budget: BudgetRecipe = field(default_factory=BudgetRecipe)
+    """Length of the run; with `data.epochs` as well, whichever ends first."""
     precision: Precision = "bf16"
     """`bf16` computes in bf16 with fp32 master weights, gradients and moments; the result is saved in this type."""
     parallel: ParallelRecipe = field(default_factory=ParallelRecipe)
@@ -254,12 +254,11 @@ class TrainRecipe:
         return self.sequences_per_step // (self.batch.micro_sequences * self.data_ranks)
 
     @property
-    def steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        if self.budget.steps is not None:
-            return self.budget.steps
-        assert self.budget.tokens is not None
-        return math.ceil(self.budget.tokens / self.batch.tokens)
+    def budget_steps(self) -> int | None:
+        """Optimizer steps that the budget allows; `None` where only `data.epochs` ends the run."""
+        if self.budget.tokens is not None:
+            return math.ceil(self.budget.tokens / self.batch.tokens)
+        return self.budget.steps
 
     def __post_init__(self) -> None:
         _require(self, "seed", least=0)
@@ -267,9 +266,11 @@ class TrainRecipe:
             raise MoesaicError(
                 "tokenizer is missing: a model from scratch has none of its own, name a folder or hub id"
             )
-        if self.optimizer.warmup_steps > self.steps:
+        if self.budget_steps is None and self.data.epochs is None:
+            raise MoesaicError("budget is missing: give budget.steps, budget.tokens or data.epochs")
+        if self.budget_steps is not None and self.optimizer.warmup_steps > self.budget_steps:
             raise MoesaicError(
-                f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) exceeds the {self.steps} steps of the budget"
+                f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) exceeds the budget ({self.budget_steps} steps)"
             )
         if self.validation.every_steps is not None and not self.data.validation:
             raise MoesaicError("validation.every_steps is set, but data.validation names no held-out set")

@@ -49,15 +49,19 @@ def test_the_schema_of_the_issue_loads_and_round_trips(tmp_path):
     recipe = load(tmp_path)
     assert recipe.optimizer.lr == 5e-4
     assert recipe.routing.pool_size == (8, 127)
-    assert (recipe.sequences_per_step, recipe.micro_steps, recipe.steps) == (512, 128, 1000)
+    assert (recipe.sequences_per_step, recipe.micro_steps, recipe.budget_steps) == (512, 128, 1000)
     (tmp_path / "again.yaml").write_text(dump_recipe(recipe))
     assert load_recipe(TrainRecipe, tmp_path / "again.yaml") == recipe
 
 
 def test_token_budgets_are_rounded_up_to_whole_steps(tmp_path):
     recipe = load(tmp_path, "budget={tokens: 500e9}")
-    assert recipe.steps == 238419
-    assert (recipe.steps - 1) * recipe.batch.tokens < 500e9 <= recipe.steps * recipe.batch.tokens
+    assert recipe.budget_steps == 238419
+    assert (recipe.budget_steps - 1) * recipe.batch.tokens < 500e9 <= recipe.budget_steps * recipe.batch.tokens
+
+
+def test_epochs_take_the_place_of_a_budget(tmp_path):
+    assert load(tmp_path, "budget={}", "data.epochs=1").budget_steps is None
 
 
 def test_micro_steps_count_all_ranks(tmp_path):
@@ -71,10 +75,11 @@ def test_micro_steps_count_all_ranks(tmp_path):
         ("optimizer.lr=0", "optimizer.lr: must be greater than 0, got 0"),
         ("optimizer.min_lr=1", "optimizer.min_lr: must not exceed lr"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas: must both be"),
-        ("optimizer.warmup_steps=1001", "optimizer.warmup_steps (1001) exceeds the 1000 steps"),
+        ("optimizer.warmup_steps=1001", "optimizer.warmup_steps (1001) exceeds the budget (1000 steps)"),
         ("optimizer.clip=-1", "optimizer.clip: must be greater than 0"),
         ("batch.tokens=2097153", "batch.tokens (2097153) must be a multiple of 16384"),
-        ("budget={steps: 1, tokens: 5}", "budget: give exactly one of"),
+        ("budget={steps: 1, tokens: 5}", "budget.steps: and tokens are both given"),
+        ("budget={}", "budget: is missing: give budget.steps"),
         ("budget={steps: 0}", "budget.steps: must be greater than 0"),
         ("routing={rule: topk, pool_size: 8}", "routing.pool_size: is only for"),
         ("losses.balance.coefficient=-1", "losses.balance.coefficient: must be at least 0"),
@@ -93,7 +98,7 @@ def test_refusals_name_the_key(tmp_path, override: str, words: str):
 
 
 def test_validating_without_held_out_sets_is_refused(tmp_path):
-    with pytest.raises(MoesaicError, match="data.validation names no held-out set"):
+    with pytest.raises(MoesaicError, match=r"data\.validation names no held-out set"):
         load(tmp_path, "data.validation=[]", "validation.every_steps=5")
 
 

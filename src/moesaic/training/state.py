@@ -1,0 +1,166 @@
+"""Run state on disk: OUT/state/step-00000500/, complete or absent, written and read by any number of ranks.
+
+    model/       fp32 weights, one safetensors file per rank, with config.json: transformers loads the folder
+    optimizer/   moments of AdamW, and what routing remembers between steps
+    run.json     step, length of the metrics, validation loss, recipe
+
+torch.distributed.checkpoint cuts tensors into the shards of the ranks that write and pastes them into those of the ranks
+that read, so a run may go on with another `parallel`. Nothing is pickled. The data position and all random numbers are
+functions of the recipe's seed and the step, so the step is all of them.
+"""
+
+import json
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from transformers import PreTrainedConfig
+
+from moesaic.checkpoint.pio import explained, sync_path
+from moesaic.checkpoint.source import load_json
+from moesaic.errors import MoesaicError
+from moesaic.training.parallel import World
+
+RUN_FILE = "run.json"
+_UNFINISHED = ".tmp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """What run.json holds: where a run stands after `step` steps."""
+
+    step: int
+    """Optimizer steps done."""
+    metrics_bytes: int
+    """Length of metrics.jsonl at that moment."""
+    validation_loss: float | None
+    """Mean over the held-out sets right after this step, if it was measured."""
+    recipe: dict[str, Any]
+    """The resolved recipe as plain values."""
+
+
+def list_states(folder: Path) -> list[Path]:
+    """Complete states, oldest first."""
+    return sorted(path.parent for path in folder.glob(f"step-*/{RUN_FILE}"))
+
+
+def read_run(state: Path) -> RunState:
+    """What run.json of a state says."""
+    try:
+        return RunState(**load_json(state / RUN_FILE))
+    except TypeError as error:
+        raise MoesaicError(f"{state / RUN_FILE}: written by another version of moesaic: {error}") from error
+
+
+def save_state(
+    folder: Path,
+    run: RunState,
+    *,
+    weights: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    config: PreTrainedConfig,
+    world: World,
+) -> Path:
+    """Write one state aside, sync it and rename it; all ranks call this with their shards.
+
+    Raises: `MoesaicError` for a full disk and other failures of the disk. The states before stay as they are.
+    """
+    final = folder / f"step-{run.step:08d}"
+    aside = final.with_name(final.name + _UNFINISHED)
+    with explained(final):
+        if world.is_main:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        world.barrier()
+        _write(weights, aside / "model", world)
+        _write(optimizer, aside / "optimizer", world)
+        world.barrier()
+        if world.is_main:
+            config.save_pretrained(aside / "model")
+            (aside / RUN_FILE).write_text(json.dumps(asdict(run), indent=2), encoding="utf-8")
+            for path in (
+                aside / "model" / "config.json",
+                aside / RUN_FILE,
+                aside / "model",
+                aside / "optimizer",
+                aside,
+            ):
+                sync_path(path)
+            shutil.rmtree(final, ignore_errors=True)
+            aside.rename(final)
+            sync_path(folder)
+        world.barrier()
+    return final
+
+
+def load_state(state: Path, *, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], world: World) -> None:
+    """Read a state into tensors that are there already, each rank its shards."""
+    _read(weights, state / "model", world)
+    _read(optimizer, state / "optimizer", world)
+
+
+def prune_states(folder: Path, keep: int) -> None:
+    """Remove all but the last `keep` states and the best one."""
+    states = list_states(folder)
+    losses = {state: read_run(state).validation_loss for state in states}
+    measured = [state for state in states if losses[state] is not None]
+    best = min(measured, key=lambda state: losses[state] or 0.0, default=None)
+    for state in states[:-keep]:
+        if state != best:
+            (state / RUN_FILE).unlink()  # from here on it counts as unfinished
+            shutil.rmtree(state, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed run was writing or removing."""
+    for path in folder.glob("step-*"):
+        if not (path / RUN_FILE).exists() or path.name.endswith(_UNFINISHED):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _write(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
+    if world.is_main:
+        folder.mkdir()
+    world.barrier()
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    chunks = {name: _contiguous(tensor) for name, tensor in tensors.items()}
+    with _one_process_is_meant():
+        dcp.save(chunks, storage_writer=writer, no_dist=world.size == 1)
+
+
+def _read(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
+    chunks = {name: _contiguous(tensor) for name, tensor in tensors.items()}
+    with _one_process_is_meant():
+        dcp.load(chunks, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=world.size == 1)
+    for name, tensor in tensors.items():
+        chunk = chunks[name]
+        if isinstance(tensor, DTensor) and isinstance(chunk, DTensor):
+            tensor.to_local().copy_(chunk.redistribute(placements=tensor.placements).to_local())
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    """The same values in shards that checkpoint files can describe: one run of rows per rank.
+
+    FSDP on top of expert parallelism leaves strided shards, which DCP would store in the wrong order.
+    """
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    plain = tuple(Shard(place.dim) if isinstance(place, _StridedShard) else place for place in tensor.placements)
+    return tensor if plain == tensor.placements else tensor.redistribute(placements=plain)
+
+
+class _one_process_is_meant(warnings.catch_warnings):  # noqa: N801 (used as a function)
+    """Silence what torch says where there is no process group."""
+
+    def __enter__(self):
+        super().__enter__()
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
