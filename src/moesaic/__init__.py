@@ -1,8 +1,46 @@
-"""Build, grow and take apart Mixture-of-Experts language models."""
+"""Build, grow and take apart Mixture-of-Experts language models.
 
+The verbs of the command line are functions here: `upcycle`, `verify`, `plan`, `generate`; `load` gives a model.
+Importing this package imports neither torch nor transformers; they come with the first call that needs them.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from moesaic.errors import MoesaicError
 from moesaic.modeling import register as _register
+
+if TYPE_CHECKING:
+    from moesaic.api import upcycle
+    from moesaic.generation import generate
+    from moesaic.loading import load
+    from moesaic.planning import plan
+    from moesaic.verifying import verify
+
+__all__ = ["MoesaicError", "__version__", "generate", "load", "plan", "upcycle", "verify"]
 
 __version__ = "0.1.0"
 
-# `AutoModelForCausalLM.from_pretrained(folder)` works after `import moesaic`, which imports neither torch nor transformers.
+# Name -> module that has it. No module of the package has the name of a function here: importing it would replace the
+# function (so the implementation of `upcycle` is in `upcycling`, and so on).
+_FUNCTIONS = {
+    "generate": "moesaic.generation",
+    "load": "moesaic.loading",
+    "plan": "moesaic.planning",
+    "upcycle": "moesaic.api",
+    "verify": "moesaic.verifying",
+}
+
+# `AutoModelForCausalLM.from_pretrained(folder)` works after `import moesaic`, which imports neither torch nor
+# transformers.
 _register()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module(_FUNCTIONS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,77 @@
+"""The application: its verbs, and what becomes of errors."""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from cyclopts import App, Parameter
+from cyclopts.exceptions import CycloptsError
+
+from moesaic import __version__
+from moesaic.cli import generate, plan, recipes, upcycle, verify
+from moesaic.cli.output import print_error
+from moesaic.errors import MoesaicError
+
+USER_ERROR = 2  # also what shells use for a wrong command line
+BUG = 1
+INTERRUPTED = 130  # 128 + SIGINT
+PIPE_CLOSED = 141  # 128 + SIGPIPE
+
+app = App(
+    name="moesaic",
+    help="Build, grow and take apart Mixture-of-Experts language models.",
+    help_epilogue="`moesaic VERB --help` explains a verb. MOESAIC_TRACEBACK=1 adds tracebacks to errors.",
+    help_format="plaintext",
+    version=__version__,
+    default_parameter=Parameter(negative=()),
+    suppress_keyboard_interrupt=False,
+)
+for _module in (upcycle, verify, plan, generate):
+    app.command(_module.command, name=_module.NAME, usage=_module.USAGE, help_epilogue=_module.EXAMPLE)
+app.command(recipes.app)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return the exit status: 0, 1 (check failed, or a bug), 2 (user error), 130, 141."""
+    as_json = "--json" in arguments
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice is for programmers; read at import
+    try:
+        status = _call(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # whoever read the output has gone; Python must not try to flush it again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except KeyboardInterrupt:
+        print_error("stopped by the user", kind="interrupted", as_json=as_json)
+        return INTERRUPTED
+    except Exception as error:
+        return _report(error, as_json=as_json)
+    return status
+
+
+def _call(arguments: Sequence[str]) -> int:
+    result: Any = app(arguments, exit_on_error=False, print_error=False, verbose=False, result_action="return_value")
+    return result if isinstance(result, int) else 0
+
+
+def _report(error: Exception, *, as_json: bool) -> int:
+    """Print an error as one line and return the exit status."""
+    if os.environ.get("MOESAIC_TRACEBACK") == "1":
+        traceback.print_exception(error)
+    if isinstance(error, (MoesaicError, CycloptsError)):
+        print_error(str(error), as_json=as_json)
+        return USER_ERROR
+    if isinstance(error, OSError):
+        place = f"{error.filename}: " if error.filename else ""
+        print_error(f"{place}{error.strerror or error}", as_json=as_json)
+        return USER_ERROR
+    if isinstance(error, MemoryError):
+        print_error("not enough memory", as_json=as_json)
+        return USER_ERROR
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    message = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+    print_error(f"{message}; this is a bug: MOESAIC_TRACEBACK=1 shows where", kind="internal error", as_json=as_json)
+    return BUG

@@ -1,0 +1,107 @@
+"""Loading checkpoints, dense or MoE, as transformers models."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moesaic.checkpoint.source import open_checkpoint
+from moesaic.errors import MoesaicError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(
+    path: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
+) -> "PreTrainedModel":
+    """Load a causal language model, dense or MoE, in evaluation mode.
+
+    Args:
+        path: folder, or hub id `org/name[@revision]`.
+        device: such as `cpu` or `cuda:1`. Default: cuda if there is one, else cpu.
+        dtype: float32, bfloat16, float16 or auto. Default: auto, the checkpoint's own.
+
+    Raises:
+        MoesaicError: the checkpoint, device or dtype cannot be used; weights that the model needs are not there (they
+            would be random), or are there and not used. No remote code runs.
+    """
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = open_checkpoint(path)
+    place, number_type = pick_device(device), pick_dtype(dtype)
+    _refuse_unknown_architecture(checkpoint.config, str(path))
+    # A mismatch of shapes would be an error of many lines; what was not loaded is looked at below instead.
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint.path,
+        dtype=number_type,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        local_files_only=True,
+    )
+    model, loading = loaded
+    for kind, what in (
+        ("missing_keys", "has no tensor for"),
+        ("mismatched_keys", "has a tensor of another shape for"),
+    ):
+        if names := sorted(map(_first, loading[kind])):
+            raise MoesaicError(f"{path}: {what} {_some(names)}; the file is incomplete or its config.json is another's")
+    return model.to(place).eval()
+
+
+def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a checkpoint; a `MoesaicError` says when there is none."""
+    from transformers import AutoTokenizer
+
+    folder = open_checkpoint(path).path
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise MoesaicError(f"{path}: has no usable tokenizer ({reason}); copy the base's tokenizer files") from error
+
+
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """Return the device to run on, cuda by default if there is one; refuse one that is not there."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise MoesaicError(f"--device {device}: not a device; use cpu, cuda or cuda:INDEX") from error
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise MoesaicError(f"--device {device}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu")
+    return place
+
+
+def pick_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
+    """Return the torch dtype for its name; `auto` (also for None) is the checkpoint's own."""
+    if dtype is None or dtype == "auto":
+        return "auto"
+    if isinstance(dtype, str) and dtype not in _DTYPES:
+        raise MoesaicError(f"--dtype {dtype}: not one of auto, {', '.join(_DTYPES)}")
+    return _DTYPES[dtype] if isinstance(dtype, str) else dtype
+
+
+def _refuse_unknown_architecture(config: dict[str, Any], name: str) -> None:
+    from transformers import __version__
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise MoesaicError(f"{name}: model_type {model_type!r} in config.json is unknown to transformers {__version__}")
+    if CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise MoesaicError(f"{name}: model_type {model_type!r} is not a causal language model")
+
+
+def _first(key: Any) -> str:
+    return key if isinstance(key, str) else key[0]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
