@@ -1,8 +1,8 @@
 """The token cache: a source's documents as token ids in flat files that are mapped, not read.
 
-A cache is a folder, complete from the moment it has its name: `tokens.bin` (uint16 or uint32), `offsets.bin` (int64, one
-per document and the end), `masked_from.bin` and `masked_to.bin` (int64, the spans of tokens that are not trained on, in
-order), and `meta.json`.
+A cache is a folder, complete from the moment it has its name: `tokens.bin` (uint16 or uint32), `offsets.bin` (int64,
+one per document and the end), `masked_from.bin` and `masked_to.bin` (int64, the spans of tokens that are not trained
+on, in order), and `meta.json`.
 """
 
 import json
@@ -39,10 +39,12 @@ class TokenCache:
 
     @property
     def num_documents(self) -> int:
+        """Documents in the cache."""
         return len(self.offsets) - 1
 
     @property
     def num_tokens(self) -> int:
+        """Tokens in the cache, end-of-document tokens included."""
         return len(self.tokens)
 
     def masked(self, start: int, stop: int) -> list[tuple[int, int]]:

@@ -16,10 +16,10 @@ from moesaic.errors import MoesaicError
 class PackedDataset:
     """Packed, mixed, shuffled sequences; any step of any rank at once, so resuming is asking for the next step.
 
-    Each source is a stream of its documents, reshuffled every epoch; sequence n of a source is the tokens nS to (n+1)S of
-    its stream, so every token of an epoch comes exactly once before any comes again, and a sequence may hold the end of one
-    epoch and the start of the next. A fixed schedule says which source each sequence of the run comes from: after any
-    number of sequences each source has had its share of them within less than one.
+    Each source is a stream of its documents, reshuffled every epoch; sequence n of a source is the tokens nS to
+    (n+1)S of its stream, so every token of an epoch comes exactly once before any comes again, and a sequence may
+    hold the end of one epoch and the start of the next. A fixed schedule says which source each sequence of the run
+    comes from: after any number of sequences each source has had its share of them within less than one.
     """
 
     def __init__(self, data: PreparedData, *, seed: int, sequences_per_step: int) -> None:
@@ -60,10 +60,10 @@ class PackedDataset:
     ) -> PackedBatch:
         """The part of a step's batch for one micro-step on one rank.
 
-        The batch of a step is `sequences_per_step` consecutive sequences. A micro-step takes consecutive ones of these, a
-        rank consecutive ones of the micro-step's. Document ids count through the whole batch of the step, so they do not
-        depend on the cut. `world_size` counts the ranks that read *different* data.
-        Raises `MoesaicError` where the batch cannot be cut into equal parts, and after the last of `num_steps`.
+        The batch of a step is `sequences_per_step` consecutive sequences. A micro-step takes consecutive ones of
+        these, a rank consecutive ones of the micro-step's. Document ids count through the whole batch of the step, so
+        they do not depend on the cut. `world_size` counts the ranks that read *different* data. Raises `MoesaicError`
+        where the batch cannot be cut into equal parts, and after the last of `num_steps`.
         """
         assert step >= 0
         assert 0 <= micro_step < num_micro_steps
@@ -71,7 +71,7 @@ class PackedDataset:
         rows, rest = divmod(self.sequences_per_step, num_micro_steps * world_size)
         if rest:
             raise MoesaicError(
-                f"batch.tokens gives {self.sequences_per_step} sequences of {self.sequence_length} tokens a step, which "
+                f"batch.tokens gives {self.sequences_per_step} sequences of {self.sequence_length} tokens, which "
                 f"{num_micro_steps} micro-steps on {world_size} ranks cannot share equally; make it a multiple of "
                 f"{num_micro_steps * world_size * self.sequence_length}"
             )

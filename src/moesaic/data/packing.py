@@ -38,8 +38,8 @@ class Layout:
 def cut(pieces: Pieces, length: int) -> tuple[Pieces, NDArray[np.int64], NDArray[np.int64]]:
     """Cut a run of pieces into sequences of `length` tokens.
 
-    Gives the pieces, with those that cross a boundary cut in two, and for each the number of its sequence in the run and
-    its column in it.
+    Gives the pieces, with those that cross a boundary cut in two, and for each the number of its sequence in the run
+    and its column in it.
     """
     start_N = np.cumsum(pieces.length_N) - pieces.length_N
     total = int(pieces.length_N.sum())

@@ -34,9 +34,9 @@ def prepare(
 ) -> PreparedData:
     """Tokenise every source that is not in the cache yet.
 
-    All sources are read once to hash them (a few GB/s), so that a changed file is never taken for the cached one. With
-    several processes on a machine, call this in one of them and send the result to the others.
-    `cache_dir` defaults to `$MOESAIC_CACHE`, then `~/.cache/moesaic`. Raises `MoesaicError` for anything wrong in the data.
+    All sources are read once to hash them (a few GB/s), so that a changed file is never taken for the cached one.
+    With several processes on a machine, call this in one of them and send the result to the others. `cache_dir`
+    defaults to `$MOESAIC_CACHE`, then `~/.cache/moesaic`. Raises `MoesaicError` for anything wrong in the data.
     """
     encoder = Encoder(tokenizer)
     root = cache_root(cache_dir)

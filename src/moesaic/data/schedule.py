@@ -13,8 +13,8 @@ MAX_PERIOD = 100_000
 def integer_shares(weights: Sequence[float], *, limit: int = MAX_PERIOD) -> tuple[int, ...]:
     """Weights as whole numbers in the same proportion, their sum at most `limit`.
 
-    Weights are taken as the decimals that were written, so 0.35 and 0.65 become 7 and 13. Where the sum would exceed the
-    limit, shares are rounded to multiples of 1/limit (each at least one).
+    Weights are taken as the decimals that were written, so 0.35 and 0.65 become 7 and 13. Where the sum would exceed
+    the limit, shares are rounded to multiples of 1/limit (each at least one).
     """
     exact = [Fraction(repr(float(weight))) for weight in weights]
     scale = math.lcm(*(value.denominator for value in exact))

@@ -24,11 +24,11 @@ class Pieces:
 class DocumentStream:
     """The documents of a source one after the other, epoch after epoch, each epoch in its own order.
 
-    Position p of the stream is found directly, without going through what lies before. For that the order is made in two
-    levels: a fixed pseudorandom permutation deals the documents into blocks of 65,536 (each a random sample of the whole
-    source), and every epoch permutes the blocks and, anew, the documents within each block. A source of at most one
-    block is so shuffled freely. Memory is one number per block and the few blocks in use, whatever the size of the
-    source; the one pass over the document lengths at the start takes about a second per ten million documents.
+    Position p of the stream is found directly, without going through what lies before. For that the order is made in
+    two levels: a fixed pseudorandom permutation deals the documents into blocks of 65,536 (each a random sample of
+    the whole source), and every epoch permutes the blocks and, anew, the documents within each block. A source of at
+    most one block is so shuffled freely. Memory is one number per block and the few blocks in use, whatever the size
+    of the source; the one pass over the document lengths at the start takes about a second per ten million documents.
     """
 
     def __init__(

@@ -13,10 +13,10 @@ from moesaic.data.prepare import PreparedData
 class ValidationSet:
     """All documents of the validation sources of one domain, in their order, every token once.
 
-    Documents are not cut unless they are longer than a sequence: a document goes into the current sequence if it fits and
-    starts a new one otherwise; what stays free is padding. A longer document continues in the next sequences under the same
-    id. The ids count the documents of the set, so a loss per document, and its standard error over documents, is a
-    sum by `document_ids_BS` over all batches.
+    Documents are not cut unless they are longer than a sequence: a document goes into the current sequence if it fits
+    and starts a new one otherwise; what stays free is padding. A longer document continues in the next sequences
+    under the same id. The ids count the documents of the set, so a loss per document, and its standard error over
+    documents, is a sum by `document_ids_BS` over all batches.
     """
 
     def __init__(self, data: PreparedData, domain: str) -> None:
