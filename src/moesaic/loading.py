@@ -10,12 +10,17 @@ from moesaic.errors import MoesaicError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.distributed.configuration_utils import DistributedConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load(
-    path: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
+    path: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    distributed: "DistributedConfig | None" = None,
 ) -> "PreTrainedModel":
     """Load a causal language model, dense or MoE, in evaluation mode.
 
@@ -23,6 +28,7 @@ def load(
         path: folder, or hub id `org/name[@revision]`.
         device: such as `cpu` or `cuda:1`. Default: cuda if there is one, else cpu.
         dtype: float32, bfloat16, float16 or auto. Default: auto, the checkpoint's own.
+        distributed: how the ranks of this process group share the model; each reads its own shards.
 
     Raises:
         MoesaicError: the checkpoint, device or dtype cannot be used; weights that the model needs are not there (they
@@ -41,6 +47,7 @@ def load(
         ignore_mismatched_sizes=True,
         output_loading_info=True,
         local_files_only=True,
+        distributed_config=distributed,
     )
     model, loading = loaded
     for kind, what in (
@@ -49,7 +56,7 @@ def load(
     ):
         if names := sorted(map(_first, loading[kind])):
             raise MoesaicError(f"{path}: {what} {_some(names)}; the file is incomplete or its config.json is another's")
-    return model.to(place).eval()
+    return (model if distributed is not None else model.to(place)).eval()
 
 
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
