@@ -8,8 +8,7 @@ from moesaic.checkpoint.source import Checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.families.dense import detect
 from moesaic.families.dense_table import FAMILIES, WRAPPER_TEXT_TYPES
-from moesaic.planning.conversion import memory_to_convert
-from moesaic.planning.costs import flops_per_token, kv_cache_bytes
+from moesaic.planning.costs import flops_per_token, kv_cache_bytes, memory_to_convert
 from moesaic.planning.counting import Shapes, count_shapes, is_embedding, is_head, layer_of
 from moesaic.planning.report import PlanReport
 from moesaic.planning.shapes import MOE_PREFIX, config_shapes

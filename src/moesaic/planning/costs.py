@@ -4,12 +4,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moesaic.checkpoint.headers import tensor_bytes
 from moesaic.planning.counting import Shapes, count_shapes, is_embedding, layer_of
 
 FLOPS_FORMULA = (
     "2 per weight of every active matrix (output head included, embedding lookup not) + per attention layer "
     "2 x (query width + value width) x positions attended, averaged over a causal sequence of the stated length"
 )
+
+INTERPRETER_BYTES = 420_000_000
+"""Resident memory of Python with torch imported, before any tensor is read."""
 
 # Every n-th layer sees everything, the others a window, where a config gives a window but no layer_types.
 _WINDOW_PATTERNS: Mapping[str, int] = {
@@ -86,6 +90,15 @@ def kv_cache_bytes(shapes: Shapes, config: Mapping[str, Any], context: int, byte
         window = windows[layer] if layer < len(windows) else None
         total += widths.cached * min(context, window or context) * bytes_per_value
     return total
+
+
+def memory_to_convert(*, hidden: int, intermediate: int, dtype: str) -> int:
+    """Return the estimated peak resident bytes of a conversion: the interpreter and one FFN in float32 and `dtype`.
+
+    It does not depend on the number of layers, experts or files, because tensors are streamed.
+    """
+    ffn = (3 * intermediate, hidden)
+    return INTERPRETER_BYTES + tensor_bytes("F32", ffn) + tensor_bytes(dtype, ffn)
 
 
 def _mean_attended(context: int, window: int | None) -> float:
