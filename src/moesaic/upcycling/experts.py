@@ -51,8 +51,13 @@ class ExpertWeights:
 
         `gate_up=1` scales the output exactly; any other value does not, because SiLU and GELU are not homogeneous.
         """
-        factors = {"gate_ID": gate_up, "up_ID": gate_up, "gate_bias_I": gate_up, "up_bias_I": gate_up}
-        return self.map(lambda name, value: value * factors.get(name, down))
+        factors = {"down_DI": down, "down_bias_D": down}
+
+        def scaled(name: str, value: Tensor) -> Tensor:
+            factor = factors.get(name, gate_up)
+            return value if factor == 1.0 else value * factor
+
+        return self.map(scaled)
 
     def map(self, function: Callable[[str, Tensor], Tensor]) -> Self:
         """The expert with `function(field name, tensor)` in place of each tensor that it has."""

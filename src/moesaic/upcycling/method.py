@@ -45,8 +45,13 @@ class ExpertSpec:
 class LayerSources(Protocol):
     """The dense FFNs of one layer, cut on demand: a method reads only the shards that it asks for."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision that experts are made in: at least as wide as the sources' and the result's."""
+        ...
+
     def shard(self, shard: Shard) -> ExpertWeights:
-        """The shard as a new value in compute precision (float32 from disk)."""
+        """The shard in `dtype`, in memory of its own: the method may change it in place."""
         ...
 
 

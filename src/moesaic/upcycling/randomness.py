@@ -1,20 +1,32 @@
-"""Seeded random streams that do not depend on the order of the work or on the number of workers."""
+"""Random tensors from generators that are seeded per purpose."""
 
-import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from moesaic.upcycling.streams import stream_key
+
+_BLOCK = 1 << 20
+"""Numbers drawn at a time. Part of the format: another block size gives other numbers from the same seed."""
+
 
 def generator(seed: int, *purpose: str | int) -> torch.Generator:
-    """A CPU generator of its own for one purpose, such as `("drop", layer, "expert", 3)`.
+    """A CPU generator of its own for one purpose (see `streams.stream_key`)."""
+    return torch.Generator().manual_seed(stream_key(seed, *purpose))
 
-    The stream is keyed by a hash of the seed and the purpose, so two purposes never share one.
+
+def normal_blocks(
+    count: int, std: float, generator: torch.Generator, *, mean: float = 0.0
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield `count` independent draws from N(mean, std) by float32 blocks: (number of the first, draws).
+
+    A block is overwritten by the next one.
     """
-    key = "\x1f".join(str(part) for part in (seed, *purpose))
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    block = torch.empty(min(_BLOCK, count))
+    for start in range(0, count, _BLOCK):
+        yield start, block[: count - start].normal_(mean, std, generator=generator)
 
 
 def normal(
@@ -25,8 +37,11 @@ def normal(
     mean: float = 0.0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Independent draws from N(mean, std)."""
-    return torch.empty(tuple(shape), dtype=dtype).normal_(mean, std, generator=generator)
+    """Independent draws from N(mean, std), stored in `dtype`."""
+    values = torch.empty(math.prod(shape), dtype=dtype)
+    for start, part in normal_blocks(len(values), std, generator, mean=mean):
+        values[start : start + len(part)] = part
+    return values.view(tuple(shape))
 
 
 def choose(count: int, total: int, generator: torch.Generator) -> Tensor:

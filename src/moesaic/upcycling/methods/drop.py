@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moesaic.upcycling.method import BASE, ExpertSpec, LayerSources, Method, Shard
@@ -40,24 +39,24 @@ def make(expert: int, sources: LayerSources, spec: ExpertSpec, generator: torch.
         return choose(count, spec.intermediate, generator) if spec.drop_indices == "per-matrix" else shared_choice
 
     gate, up, down = chosen(), chosen(), chosen()
-    return replace(
-        source,
-        gate_ID=redraw(source.gate_ID, gate, 0, generator),
-        up_ID=redraw(source.up_ID, up, 0, generator),
-        down_DI=redraw(source.down_DI, down, 1, generator),
-        gate_bias_I=None if source.gate_bias_I is None else redraw(source.gate_bias_I, gate, 0, generator),
-        up_bias_I=None if source.up_bias_I is None else redraw(source.up_bias_I, up, 0, generator),
-    )
+    redraw(source.gate_ID, gate, 0, generator)
+    redraw(source.up_ID, up, 0, generator)
+    redraw(source.down_DI, down, 1, generator)
+    for bias, neurons in ((source.gate_bias_I, gate), (source.up_bias_I, up)):
+        if bias is not None:
+            redraw(bias, neurons, 0, generator)
+    return source
 
 
-def redraw(weights: Tensor, chosen: Tensor, axis: int, generator: torch.Generator) -> Tensor:
-    """`weights` with its `chosen` rows (axis 0) or columns (axis 1) drawn from N(mean, std) of what they held."""
+def redraw(weights: Tensor, chosen: Tensor, axis: int, generator: torch.Generator) -> None:
+    """Draw the `chosen` rows (axis 0) or columns (axis 1) of `weights` anew, in place, from their own N(mean, std)."""
     from moesaic.upcycling.randomness import normal
 
     block = weights.index_select(axis, chosen)
-    mean, std = block.mean().item(), block.std(correction=0).item()
-    fresh = normal(block.shape, std, generator, mean=mean, dtype=block.dtype)
-    return weights.index_copy(axis, chosen, fresh)
+    wide = block.float() if block.element_size() < 4 else block
+    mean, std = wide.mean().item(), wide.std(correction=0).item()
+    del wide
+    weights.index_copy_(axis, chosen, normal(block.shape, std, generator, mean=mean, dtype=block.dtype))
 
 
 DROP = Method(

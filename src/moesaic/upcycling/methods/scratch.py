@@ -20,13 +20,14 @@ def make(expert: int, sources: LayerSources, spec: ExpertSpec, generator: torch.
     from moesaic.upcycling.randomness import normal
 
     hidden, width, std = spec.hidden, spec.intermediate, spec.initializer_range
+    dtype = sources.dtype
     return ExpertWeights(
-        gate_ID=normal((width, hidden), std, generator),
-        up_ID=normal((width, hidden), std, generator),
-        down_DI=normal((hidden, width), std, generator),
-        gate_bias_I=torch.zeros(width) if spec.biases else None,
-        up_bias_I=torch.zeros(width) if spec.biases else None,
-        down_bias_D=torch.zeros(hidden) if spec.biases else None,
+        gate_ID=normal((width, hidden), std, generator, dtype=dtype),
+        up_ID=normal((width, hidden), std, generator, dtype=dtype),
+        down_DI=normal((hidden, width), std, generator, dtype=dtype),
+        gate_bias_I=torch.zeros(width, dtype=dtype) if spec.biases else None,
+        up_bias_I=torch.zeros(width, dtype=dtype) if spec.biases else None,
+        down_bias_D=torch.zeros(hidden, dtype=dtype) if spec.biases else None,
     )
 
 
