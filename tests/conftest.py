@@ -1,0 +1,32 @@
+"""What holds for every test: no network, one thread, fixed seeds, and shape checks of annotated tensors."""
+
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub reads it at import
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+import jaxtyping
+import pytest
+
+import moesaic
+
+# The shapes that jaxtyping annotations state are checked while tests run, in every module that has some. Left out is
+# `modeling`, whose file is remote code that must run without jaxtyping.
+_ROOT = Path(moesaic.__file__).parent
+_WITH_SHAPES = [
+    ".".join(("moesaic", *file.relative_to(_ROOT).with_suffix("").parts))
+    for file in sorted(_ROOT.rglob("*.py"))
+    if "from jaxtyping import" in file.read_text(encoding="utf-8") and "modeling" not in file.parts
+]
+# Not the plain dotted name: jaxtyping imports only its first part, and pytest makes a module `tests` of its own.
+jaxtyping.install_import_hook(_WITH_SHAPES, "importlib.import_module('tests.shape_checks').check_shapes")
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time():
+    """One thread and one seed, so that a test's numbers do not depend on the machine's load or on other tests."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
