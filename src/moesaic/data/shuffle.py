@@ -9,7 +9,7 @@ ROUNDS = 6
 
 def derive_key(*parts: int) -> int:
     """A 64-bit key that depends on all of the integers and on their order."""
-    return xxhash.xxh3_64_intdigest(repr(parts).encode())
+    return xxhash.xxh3_64_intdigest(repr([int(part) for part in parts]).encode())
 
 
 def permute(index_N: NDArray[np.integer], *, size: int, key: int) -> NDArray[np.int64]:

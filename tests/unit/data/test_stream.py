@@ -1,0 +1,73 @@
+import numpy as np
+import pytest
+
+from moesaic.data.stream import DocumentStream
+
+
+def tokens(stream: DocumentStream, start: int, stop: int) -> list[int]:
+    pieces = stream.pieces(start, stop)
+    return [
+        token
+        for begin, length in zip(pieces.begin_N.tolist(), pieces.length_N.tolist(), strict=True)
+        for token in range(begin, begin + length)
+    ]
+
+
+def make(num_documents: int, *, seed: int = 0, stream: int = 0, block_documents: int = 7) -> DocumentStream:
+    length_N = np.random.default_rng(5).integers(1, 9, num_documents)
+    offset_N = np.concatenate([[0], np.cumsum(length_N)]).astype(np.int64)
+    return DocumentStream(offset_N, seed=seed, stream=stream, block_documents=block_documents)
+
+
+@pytest.mark.parametrize("num_documents", [1, 6, 7, 8, 50, 333])
+def test_every_epoch_has_every_token_exactly_once(num_documents):
+    stream = make(num_documents)
+    total = stream.num_tokens
+    for epoch in range(3):
+        assert sorted(tokens(stream, epoch * total, (epoch + 1) * total)) == list(range(total))
+
+
+def test_documents_stay_whole_and_in_order_inside():
+    stream = make(50)
+    pieces = stream.pieces(0, stream.num_tokens)
+    assert len(pieces.begin_N) == stream.num_documents
+    assert pieces.length_N.min() > 0
+
+
+@pytest.mark.parametrize("step", [1, 3, 17, 100])
+def test_a_range_is_the_same_however_it_is_asked_for(step):
+    stream, stop = make(60), 900
+    whole = tokens(stream, 0, stop)
+    parts = [token for start in range(0, stop, step) for token in tokens(stream, start, min(start + step, stop))]
+    assert parts == whole
+    assert tokens(make(60), 451, 460) == whole[451:460]
+
+
+def test_an_empty_range_has_no_pieces():
+    assert tokens(make(5), 3, 3) == []
+
+
+def test_the_order_differs_between_epochs_seeds_and_sources():
+    stream, total = make(200), make(200).num_tokens
+    orders = [
+        tokens(stream, 0, total),
+        tokens(stream, total, 2 * total),
+        tokens(make(200, seed=1), 0, total),
+        tokens(make(200, stream=1), 0, total),
+        list(range(total)),
+    ]
+    assert len({tuple(order) for order in orders}) == len(orders)
+
+
+def test_a_block_is_a_sample_of_the_whole_source():
+    """A corpus sorted by subject must not be read subject by subject."""
+    stream = DocumentStream(np.arange(10_001), seed=0, stream=0, block_documents=500)
+    first_block = tokens(stream, 0, 500)
+    share_of_first_half = np.mean(np.array(first_block) < 5000)
+    assert abs(share_of_first_half - 0.5) < 0.1
+
+
+def test_far_positions_are_as_quick_as_near_ones():
+    stream = make(1000)
+    far = 10**15
+    assert len(tokens(stream, far, far + 50)) == 50
