@@ -4,22 +4,24 @@
     optimizer/   moments of AdamW, and what routing remembers between steps
     run.json     step, length of the metrics, validation loss, recipe
 
-torch.distributed.checkpoint cuts tensors into the shards of the ranks that write and pastes them into those of the ranks
-that read, so a run may go on with another `parallel`. Nothing is pickled. The data position and all random numbers are
-functions of the recipe's seed and the step, so the step is all of them.
+torch.distributed.checkpoint cuts tensors into the shards of the ranks that write and pastes them into those of the
+ranks that read, so a run may go on with another `parallel`. Nothing is pickled. The data position and all random
+numbers are functions of the recipe's seed and the step, so the step is all of them.
 """
 
 import json
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedConfig
@@ -133,13 +135,13 @@ def _write(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     chunks = {name: _contiguous(tensor) for name, tensor in tensors.items()}
     with _one_process_is_meant():
-        dcp.save(chunks, storage_writer=writer, no_dist=world.size == 1)
+        save(chunks, storage_writer=writer, no_dist=world.size == 1)
 
 
 def _read(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
     chunks = {name: _contiguous(tensor) for name, tensor in tensors.items()}
     with _one_process_is_meant():
-        dcp.load(chunks, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=world.size == 1)
+        load(chunks, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=world.size == 1)
     for name, tensor in tensors.items():
         chunk = chunks[name]
         if isinstance(tensor, DTensor) and isinstance(chunk, DTensor):
@@ -158,9 +160,9 @@ def _contiguous(tensor: Tensor) -> Tensor:
     return tensor if plain == tensor.placements else tensor.redistribute(placements=plain)
 
 
-class _one_process_is_meant(warnings.catch_warnings):  # noqa: N801 (used as a function)
+@contextmanager
+def _one_process_is_meant() -> Iterator[None]:
     """Silence what torch says where there is no process group."""
-
-    def __enter__(self):
-        super().__enter__()
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

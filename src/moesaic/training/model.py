@@ -1,0 +1,107 @@
+"""The model of a run: loaded or new, sharded or not, in fp32, with the recipe's routing rule on its routers."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from moesaic.checkpoint.source import open_checkpoint
+from moesaic.errors import MoesaicError
+from moesaic.loading import load
+from moesaic.routing.install import Installation, find_installation, install
+from moesaic.training.parallel import World, distributed_config
+from moesaic.training.recipe import ScratchModel, TrainRecipe
+from moesaic.training.scratch import scratch_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """A model in training mode and what has to be known beside it."""
+
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    """As the checkpoint has it, without what sharding adds."""
+    installation: Installation | None
+    """The rule on its routers; `None` for a model without routers that rules work on."""
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Persistent buffers, such as a family's own selection biases."""
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name not in parameters}
+
+
+def build_model(recipe: TrainRecipe, out: Path, world: World) -> TrainedModel:
+    """Load or make the model that `recipe.model` names.
+
+    Raises: `MoesaicError` for a checkpoint that can't be read, a configuration that makes no model, and a rule or a
+    loss that needs routers where the model has none.
+    """
+    if isinstance(recipe.model, ScratchModel):
+        model, config = _from_scratch(recipe, recipe.model, out, world)
+    else:
+        config = AutoConfig.from_pretrained(open_checkpoint(recipe.model).path, local_files_only=True)
+        model = _load(recipe.model, recipe, world)
+    model.config.use_cache = False
+    installation = _install(model, recipe)
+    if recipe.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if recipe.compile:
+        for layer in model.base_model.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            layer.compile()
+    return TrainedModel(model=model.train(), config=config, installation=installation)
+
+
+def _load(path: str | Path, recipe: TrainRecipe, world: World) -> PreTrainedModel:
+    sharding = distributed_config(recipe.parallel, recipe.precision)
+    return load(path, device=world.device, dtype="float32", distributed=sharding)
+
+
+def _from_scratch(
+    recipe: TrainRecipe, scratch: ScratchModel, out: Path, world: World
+) -> tuple[PreTrainedModel, PreTrainedConfig]:
+    """Draw the weights in one process on the CPU, so that they depend on nothing but the seed."""
+    config = _make_config(scratch)
+    if world.size == 1:
+        return _draw(config, recipe.seed).to(world.device), config  # pyright: ignore[reportArgumentType]
+    initial = out / "state" / "initial"
+    if world.is_main:
+        _draw(config, recipe.seed).save_pretrained(initial)
+    world.barrier()
+    model = _load(initial, recipe, world)
+    world.barrier()
+    if world.is_main:
+        shutil.rmtree(initial)
+    return model, config
+
+
+def _make_config(scratch: ScratchModel) -> PreTrainedConfig:
+    values: dict[str, Any] = scratch_config(scratch)
+    model_type = values.pop("model_type")
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except (ValueError, TypeError) as error:
+        raise MoesaicError(f"model: {model_type}: {str(error).strip().splitlines()[0]}") from error
+
+
+def _draw(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _install(model: PreTrainedModel, recipe: TrainRecipe) -> Installation | None:
+    earlier = find_installation(model)
+    bias: Tensor | bool | None = earlier.selection_bias if earlier is not None else None
+    losses = recipe.losses
+    if losses.bias_balancing is not None and bias is None:
+        bias = True
+    needed = recipe.routing.rule is not None or bias is not None or losses.balance is not None or losses.router_z > 0
+    try:
+        return install(model, recipe.routing, selection_bias=bias)
+    except MoesaicError:
+        if needed:
+            raise
+        return None

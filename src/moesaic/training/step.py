@@ -1,0 +1,217 @@
+"""One optimizer step: micro-steps, the losses of a batch as means over all of its tokens, clipping, the update."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moesaic.data.batch import PackedBatch
+from moesaic.routing.balancing import balanced_bias
+from moesaic.routing.cross_entropy import IGNORED, token_losses
+from moesaic.routing.draws import fold_key
+from moesaic.routing.install import routing_context
+from moesaic.routing.losses import Load, balance_loss, measure_load, reduce_load, router_z_loss
+from moesaic.routing.types import RoutingContext, RoutingDecision
+from moesaic.training.model import TrainedModel
+from moesaic.training.optimizer import gradient_norm, scale_gradients, set_learning_rate
+from moesaic.training.parallel import World
+from moesaic.training.recipe import TrainRecipe
+from moesaic.training.weights import MasterWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainable:
+    """What a step reads and moves."""
+
+    recipe: TrainRecipe
+    world: World
+    model: TrainedModel
+    masters: MasterWeights
+    optimizer: torch.optim.AdamW
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Means over all tokens of a step, over all ranks; losses are in nats and before their coefficients."""
+
+    loss: float
+    domain_losses: tuple[float, ...]
+    """Per domain of the data; NaN where the step had none of it."""
+    tokens: int
+    """Tokens that are not padding."""
+    gradient_norm: float
+    """Before clipping."""
+    balance_loss: float | None
+    router_z_loss: float | None
+    lm_z_loss: float | None
+    load: Load | None
+    """Selections of every expert in this step."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step may be taken."""
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """A step under way: the counts that means are taken over, and this rank's sums, in float64 on the device."""
+
+    step: int
+    micro_steps: int
+    targets: int
+    """Predicted tokens of all ranks and micro-steps."""
+    tokens: int
+    """Tokens of all ranks and micro-steps that are not padding."""
+    losses_D: Tensor
+    targets_D: Tensor
+    terms: Tensor
+    """Balance, router z and LM z loss."""
+    load: Load | None = None
+    carried: Load | None = None
+    """What the balancing loss of the next micro-step goes on with."""
+
+
+def run_step(
+    trainable: Trainable, batches: list[PackedBatch], *, step: int, rate: float, num_domains: int
+) -> StepResult:
+    """Forward, backward and update for one step of this rank's micro-batches; a step that isn't finite moves nothing.
+
+    Cross-entropy and z-losses are sums over this rank divided by the counts of the whole step, so they don't depend on
+    how a batch is cut into ranks and micro-steps. Ranks average their gradients (FSDP), so each scales its part by
+    their number.
+    """
+    world = trainable.world
+    state = _begin(trainable, batches, step, num_domains)
+    torch.manual_seed(fold_key(trainable.recipe.seed, step, world.rank) >> 1)  # dropout, in models that have it
+    for batch in batches:
+        _micro_step(trainable, batch.to(world.device), state)
+    result = _finish(trainable, state)
+    if result.is_finite:
+        _update(trainable, result, rate)
+    trainable.optimizer.zero_grad(set_to_none=True)
+    return result
+
+
+def _begin(trainable: Trainable, batches: list[PackedBatch], step: int, num_domains: int) -> _Step:
+    device = trainable.world.device
+    counts = torch.tensor([[batch.num_targets, batch.num_tokens] for batch in batches], device=device).sum(dim=0)
+    targets, tokens = trainable.world.sum(counts).clamp_min(1).tolist()
+    zeros = torch.zeros(2 * num_domains + 3, dtype=torch.float64, device=device)
+    losses_D, targets_D, terms = zeros.split([num_domains, num_domains, 3])
+    return _Step(
+        step=step,
+        micro_steps=len(batches),
+        targets=targets,
+        tokens=tokens,
+        losses_D=losses_D,
+        targets_D=targets_D,
+        terms=terms,
+    )
+
+
+def _micro_step(trainable: Trainable, batch: PackedBatch, state: _Step) -> None:
+    """Add one micro-batch to the gradients and to the sums."""
+    installation, ranks = trainable.model.installation, trainable.world.size
+    if installation is None:
+        (_language_loss(trainable, batch, state) * ranks).backward()
+        return
+    context = RoutingContext.from_packed(
+        batch.document_ids_BS,
+        first_document=batch.first_document,
+        num_documents=batch.num_documents,
+        seed=trainable.recipe.seed,
+        step=state.step,
+    )
+    with routing_context(installation, context) as record:
+        loss = _language_loss(trainable, batch, state)
+        load = measure_load(record.decisions, context.token_mask_T)
+        state.load = load if state.load is None else state.load + load
+        loss = loss + _routing_loss(trainable, record.decisions, context.token_mask_T, load, state)
+        (loss * ranks).backward()
+
+
+def _language_loss(trainable: Trainable, batch: PackedBatch, state: _Step) -> Tensor:
+    """This micro-batch's part of the mean cross-entropy and of the LM z-loss."""
+    output = trainable.model.model(input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False)
+    labels_T = shifted_labels(batch)
+    losses_T, partition_T = token_losses(output.logits.flatten(0, 1), labels_T)
+    domains_T = batch.domain_ids_BS.flatten().clamp_min(0)
+    state.losses_D.index_add_(0, domains_T, losses_T.detach().double())
+    state.targets_D.index_add_(0, domains_T, (labels_T != IGNORED).double())
+    loss = losses_T.sum() / state.targets
+    coefficient = trainable.recipe.losses.lm_z
+    if coefficient > 0:
+        lm_z = partition_T.square().sum() / state.targets
+        state.terms[2] += lm_z.detach()
+        loss = loss + coefficient * lm_z
+    return loss
+
+
+def shifted_labels(batch: PackedBatch) -> Tensor:
+    """The label that the logits of each token are compared with.
+
+    The labels move and not the logits: a slice of those would be a copy of the largest tensor of a step.
+    """
+    labels_BS = torch.full_like(batch.labels_BS, IGNORED)
+    labels_BS[:, :-1] = batch.labels_BS[:, 1:]
+    return labels_BS.flatten()
+
+
+def _routing_loss(
+    trainable: Trainable, decisions: list[RoutingDecision], mask_T: Tensor, load: Load, state: _Step
+) -> Tensor | float:
+    """This micro-batch's part of the balancing loss (a mean over micro-steps) and of the router z-loss."""
+    losses = trainable.recipe.losses
+    total: Tensor | float = 0.0
+    if losses.balance is not None:
+        scope = losses.balance.scope
+        part, state.carried = balance_loss(decisions, mask_T, load, scope=scope, carried=state.carried)
+        state.terms[0] += part.detach() / state.micro_steps
+        total = total + losses.balance.coefficient / state.micro_steps * part
+    if losses.router_z > 0:
+        part = router_z_loss(decisions, mask_T, batch_tokens=state.tokens)
+        state.terms[1] += part.detach()
+        total = total + losses.router_z * part
+    return total
+
+
+def _finish(trainable: Trainable, state: _Step) -> StepResult:
+    """Add up the ranks' sums and read them: beside the gradient norm, the one wait for the device in a step."""
+    world, losses = trainable.world, trainable.recipe.losses
+    num_domains = len(state.losses_D)
+    message = world.sum(torch.cat([state.losses_D, state.targets_D, state.terms])).tolist()
+    per_domain, counts, terms = message[:num_domains], message[num_domains : 2 * num_domains], message[-3:]
+    return StepResult(
+        loss=sum(per_domain) / state.targets,
+        domain_losses=tuple(
+            loss / count if count else math.nan for loss, count in zip(per_domain, counts, strict=True)
+        ),
+        tokens=state.tokens,
+        gradient_norm=gradient_norm(_gradients(trainable), world),
+        balance_loss=terms[0] if losses.balance is not None else None,
+        router_z_loss=terms[1] if losses.router_z > 0 else None,
+        lm_z_loss=terms[2] if losses.lm_z > 0 else None,
+        load=None if state.load is None else reduce_load(state.load),
+    )
+
+
+def _gradients(trainable: Trainable) -> list[Tensor]:
+    return [master.grad for master in trainable.masters.trainable.values() if master.grad is not None]
+
+
+def _update(trainable: Trainable, result: StepResult, rate: float) -> None:
+    """Clip, move the selection bias by the load of this step, then the weights."""
+    recipe, installation = trainable.recipe, trainable.model.installation
+    clip, balancing = recipe.optimizer.clip, recipe.losses.bias_balancing
+    if clip is not None and result.gradient_norm > clip:
+        scale_gradients(_gradients(trainable), clip / result.gradient_norm)
+    if balancing is not None:
+        assert installation is not None
+        assert installation.selection_bias is not None
+        assert result.load is not None
+        installation.selection_bias = balanced_bias(installation.selection_bias, result.load, rate=balancing)
+    set_learning_rate(trainable.optimizer, rate)
+    trainable.optimizer.step()
+    trainable.masters.publish()
