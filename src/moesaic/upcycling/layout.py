@@ -10,6 +10,7 @@ from moesaic.modeling.names import class_names
 from moesaic.planning.counting import layer_of
 from moesaic.planning.shapes import config_shapes
 from moesaic.upcycling.choices import LayerSpec
+from moesaic.upcycling.method import BASE
 from moesaic.upcycling.recipe import SharedWeights, UpcycleRecipe
 from moesaic.upcycling.streams import stream_key
 
@@ -46,7 +47,41 @@ class UpcyclePlan:
 
     def ffns(self, layer: int) -> tuple[DenseFFN, ...]:
         """The dense FFNs of one layer: the base's, then the specialists'."""
-        return tuple(model.ffns[layer] for model in (self.base, *self.specialists))
+        return tuple(model.ffns[layer] for model in self.models)
+
+    @property
+    def models(self) -> tuple[DenseModel, ...]:
+        """All sources: the base, then the specialists."""
+        return (self.base, *self.specialists)
+
+    def expert_sources(self) -> tuple[int, ...]:
+        """Numbers of the sources that experts come from; the base where experts are computed."""
+        copies, spec = self.layer.method.copies, self.layer
+        if copies is None:
+            return (BASE,)
+        return tuple(sorted({copies(number, spec.shards).source for number in range(spec.experts)}))
+
+    def used_tensors(self) -> list[list[TensorInfo]]:
+        """Per source, the stored tensors that go into the result."""
+        needed = {*self.expert_sources(), *([BASE] if self.layer.shared_experts else [])}
+        carried = {(info.file, info.name) for infos in self.carried.values() for info in infos}
+        for source in needed:
+            for layer in self.moe_layers:
+                rows = [value for value in vars(self.models[source].ffns[layer]).values() if value is not None]
+                carried |= {(row.info.file, row.info.name) for row in rows}
+        used = [
+            [info for info in model.checkpoint.tensors.values() if (info.file, info.name) in carried]
+            for model in self.models
+        ]
+        # Where all that belongs to the model is used, the leftovers (copies of a tied head, say) complete the hash.
+        return [
+            list(model.checkpoint.tensors.values()) if len(found) == _stored_count(model) else found
+            for model, found in zip(self.models, used, strict=True)
+        ]
+
+
+def _stored_count(model: DenseModel) -> int:
+    return len(model.checkpoint.tensors) - len(model.left_out) - len(model.dropped)
 
 
 def result_config(base: DenseModel, layer: LayerSpec, moe_layers: tuple[int, ...], dtype: str) -> dict[str, Any]:

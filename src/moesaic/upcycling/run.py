@@ -9,12 +9,19 @@ from pathlib import Path
 
 import torch
 
+from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.output import output_folder, require_disk
 from moesaic.checkpoint.pio import explained
-from moesaic.checkpoint.provenance import combine, copy_side_files, side_files, source_record, write_provenance
+from moesaic.checkpoint.provenance import (
+    combine,
+    copy_side_files,
+    side_files,
+    source_record,
+    weights_hash,
+    write_provenance,
+)
 from moesaic.checkpoint.scan import scan
 from moesaic.checkpoint.writer import CheckpointWriter, Written
-from moesaic.families.dense import DenseModel
 from moesaic.modeling.names import modeling_file
 from moesaic.progress import notice, progress
 from moesaic.recipe import dump_recipe, recipe_values
@@ -65,30 +72,33 @@ def upcycle(
     """
     started = time.monotonic()
     plan = resolve(recipe)
-    for line in plan.notices:
+    notices = list(plan.notices)
+    for line in notices:
         notice(line, quiet=quiet)
     side_bytes = sum((plan.base.checkpoint.path / name).stat().st_size for name in side_files(plan.base.checkpoint))
     require_disk(out, plan.files.nbytes + side_bytes + _SMALL_FILES_BYTES)
     if dry_run:
-        promise = statement(plan.layer, identical=len(_used_sources(plan)) <= 1)
+        promise = statement(plan.layer, identical=len(plan.expert_sources()) == 1)
         return UpcycleResult(out=None, plan=plan, statement=promise, notices=plan.notices, seconds=0.0)
     count = workers or min(len(os.sched_getaffinity(0)), 8)
-    models = (plan.base, *plan.specialists)
     with (
-        output_folder(out, overwrite, sources=[model.checkpoint.path for model in models]) as folder,
+        output_folder(out, overwrite, sources=[model.checkpoint.path for model in plan.models]) as folder,
         _one_thread_per_job(),
     ):
-        hashes = _scan(plan, models, count, quiet)
-        promise, more = _settle(plan, hashes)
-        for line in more:
-            notice(line, quiet=quiet)
+        hashes, identical = _check_sources(plan, count, quiet)
+        if identical and plan.specialists:
+            notices.append(
+                "all specialists have the same FFN weights: the experts are identical until they are trained"
+            )
+            notice(notices[-1], quiet=quiet)
+        promise = statement(plan.layer, identical=identical)
         written = _write(plan, folder, count, quiet)
         _write_small_files(plan, folder, hashes, written, promise)
     return UpcycleResult(
         out=Path(out),
         plan=plan,
         statement=promise,
-        notices=(*plan.notices, *more),
+        notices=tuple(notices),
         seconds=time.monotonic() - started,
     )
 
@@ -104,39 +114,38 @@ def _one_thread_per_job() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _scan(plan: UpcyclePlan, models: Sequence[DenseModel], workers: int, quiet: bool) -> Hashes:
-    """Read every source once: refuse NaN and infinity, and hash."""
-    total = sum(info.nbytes for model in models for info in model.checkpoint.tensors.values())
-    with progress(total, label="checking the sources", quiet=quiet) as tick:
-        return [scan(model.checkpoint.tensors.values(), workers, plan.recipe.allow_nonfinite, tick) for model in models]
+def _check_sources(plan: UpcyclePlan, workers: int, quiet: bool) -> tuple[Hashes, bool]:
+    """Read everything that goes into the result: refuse NaN and infinity, hash, and tell whether all experts are equal.
 
-
-def _used_sources(plan: UpcyclePlan) -> set[int]:
-    """The numbers of the sources that experts are copies of; the base alone where experts are computed."""
-    copies, spec = plan.layer.method.copies, plan.layer
-    return {copies(number, spec.shards).source for number in range(spec.experts)} if copies else {BASE}
-
-
-def _settle(plan: UpcyclePlan, hashes: Hashes) -> tuple[Statement, list[str]]:
-    """What only the weights can tell: whether the experts' sources are equal, to each other and to the base."""
-    ffns = {
-        source: [
+    Where the specialists' FFNs are equal the rest is read as well: then the record's hashes of whole checkpoints tell
+    `verify` whether the sources are the same model.
+    """
+    used = plan.used_tensors()
+    hashes = _scan(plan, used, workers, quiet)
+    ffns = [
+        [
             hashes[source][rows.info.name]
             for layer in plan.moe_layers
             for rows in vars(plan.ffns(layer)[source]).values()
             if rows is not None
         ]
-        for source in {BASE, *_used_sources(plan)}
-    }
-    used = [ffns[source] for source in sorted(_used_sources(plan))]
-    identical = all(hashes_of == used[0] for hashes_of in used)
-    notices = []
-    if identical and len(used) > 1:
-        notices.append(
-            "all specialists have the same FFN weights, so their experts are identical; train them apart"
-            + ("" if used[0] == ffns[BASE] else " (they differ from the base's)")
-        )
-    return statement(plan.layer, identical=identical), notices
+        for source in plan.expert_sources()
+    ]
+    identical = all(hashes_of == ffns[0] for hashes_of in ffns)
+    if identical and len(ffns) > 1:
+        tensors = [list(model.checkpoint.tensors.values()) for model in plan.models]
+        rest = [
+            [info for info in infos if info.name not in found] for infos, found in zip(tensors, hashes, strict=True)
+        ]
+        more = _scan(plan, rest, workers, quiet)
+        hashes = [first | second for first, second in zip(hashes, more, strict=True)]
+    return hashes, identical
+
+
+def _scan(plan: UpcyclePlan, tensors: list[list[TensorInfo]], workers: int, quiet: bool) -> Hashes:
+    total = sum(info.nbytes for infos in tensors for info in infos)
+    with progress(total, label="checking the sources", quiet=quiet) as tick:
+        return [scan(infos, workers, plan.recipe.allow_nonfinite, tick) for infos in tensors]
 
 
 def _write(plan: UpcyclePlan, folder: Path, workers: int, quiet: bool) -> Written:
@@ -171,7 +180,7 @@ def _run(work: Sequence[Job], target: Target, workers: int) -> None:
 
 
 def _write_small_files(plan: UpcyclePlan, folder: Path, hashes: Hashes, written: Written, promise: Statement) -> None:
-    checkpoints = [model.checkpoint for model in (plan.base, *plan.specialists)]
+    checkpoints = [model.checkpoint for model in plan.models]
     names = copy_side_files(checkpoints[BASE], folder)
     texts = {
         "config.json": config_text(plan),
@@ -183,14 +192,29 @@ def _write_small_files(plan: UpcyclePlan, folder: Path, hashes: Hashes, written:
         path = folder / name
         with explained(path):
             path.write_text(text, encoding="utf-8")
-    records = [source_record(one, combine(one, found)) for one, found in zip(checkpoints, hashes, strict=True)]
     roles = ["base", *(specialist.name for specialist in plan.recipe.specialists)]
+    records = []
+    for role, checkpoint, found in zip(roles, checkpoints, hashes, strict=True):
+        complete = combine(checkpoint, found) if found.keys() == checkpoint.tensors.keys() else None
+        used = [
+            (info.name, info.dtype, info.shape, found[info.name])
+            for info in checkpoint.tensors.values()
+            if info.name in found
+        ]
+        records.append(
+            {
+                "role": role,
+                **source_record(checkpoint, complete),
+                "used_tensors": len(used),
+                "used_hash": weights_hash(used),
+            }
+        )
     write_provenance(
         folder,
         verb="upcycle",
         recipe=recipe_values(plan.recipe),
         seed=plan.recipe.seed,
-        sources=[{"role": role, **record} for role, record in zip(roles, records, strict=True)],
+        sources=records,
         weights_hash=written.weights_hash,
         extra={"statement": {"code": promise.code, "text": promise.text}, "copied_files": names},
     )
