@@ -24,7 +24,7 @@ class BufferPool:
         self._idle_bytes = idle_bytes
         self._idle: list[mmap.mmap] = []
         self._lock = threading.Lock()
-        # Filled by finalizers, which may run anywhere, even inside `take`: so no lock there.
+        # Filled by finalizers, which may run anywhere, even inside `take`: so they never wait for the lock.
         self._returned: deque[mmap.mmap] = deque()
 
     def take(self, nbytes: int) -> np.ndarray:
@@ -36,8 +36,16 @@ class BufferPool:
             block = mmap.mmap(-1, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE)
             block.madvise(mmap.MADV_HUGEPAGE)
         array = np.frombuffer(block, dtype=np.uint8, count=nbytes)
-        weakref.finalize(array, self._returned.append, block).atexit = False
+        weakref.finalize(array, self._give_back, block).atexit = False
         return array
+
+    def _give_back(self, block: mmap.mmap) -> None:
+        self._returned.append(block)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._collect()
+            finally:
+                self._lock.release()
 
     def _best(self, nbytes: int) -> mmap.mmap | None:
         fitting = [block for block in self._idle if nbytes <= len(block) <= max(2 * nbytes, _HUGE_PAGE)]

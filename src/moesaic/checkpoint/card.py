@@ -30,11 +30,11 @@ def model_card(
     matches = [_HUB_ID.fullmatch(base) for base in bases if not Path(base).exists()]
     front: dict[str, object] = {"library_name": "transformers"}
     if license_name:
-        front["license"] = license_name
+        front["license"] = _line(license_name)
     hub_ids = list(dict.fromkeys(match[1] for match in matches if match))
     if hub_ids:
         front["base_model"] = hub_ids
-    front["tags"] = list(dict.fromkeys(["moesaic", "mixture-of-experts", *tags]))
+    front["tags"] = list(dict.fromkeys(["moesaic", "mixture-of-experts", *map(_line, tags)]))
     rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in facts.items()]
     parts = [
         "---",
@@ -64,8 +64,11 @@ def write_card(folder: Path, card: str) -> None:
 
 def _cell(value: object) -> str:
     """Plain text in a table cell or heading: one line, no markup, no HTML."""
-    text = " ".join(str(value).split())
-    return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", text)
+    return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", _line(value))
+
+
+def _line(value: object) -> str:
+    return " ".join(str(value).split())
 
 
 def _fenced(text: str) -> str:

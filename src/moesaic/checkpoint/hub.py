@@ -43,7 +43,7 @@ def download(repo: str, revision: str | None) -> Path:
     with _explained(repo, revision):
         folder = _fetch(repo, revision, [*_SMALL_FILES, SINGLE_FILE])
         if not (folder / SINGLE_FILE).exists():
-            names = _shards(folder, repo)
+            names = sorted(set(_weight_map(folder, repo).values()))
             _fetch(repo, folder.name, [glob.escape(name) for name in names])
     return folder
 
@@ -52,20 +52,14 @@ def fetch_headers(repo: str, revision: str | None) -> tuple[Path, dict[str, Tens
     """The snapshot folder (small files only), the tensors from the headers, and the bytes of weights not yet here."""
     with _explained(repo, revision):
         folder = _fetch(repo, revision, _SMALL_FILES)
-        commit = folder.name
-        single = _weights(repo, commit, [SINGLE_FILE])
-        weight_map = {} if single else shard_names(folder / INDEX_FILE) if (folder / INDEX_FILE).exists() else {}
-        files = single or _weights(repo, commit, sorted(set(weight_map.values())))
-        if not files:
-            raise no_weights(repo, HfApi().list_repo_files(repo, revision=commit))
+        single = _weights(repo, folder.name, [SINGLE_FILE])
+        weight_map = {} if single else _weight_map(folder, repo)
+        files = single or _weights(repo, folder.name, sorted(set(weight_map.values())))
+        for name in sorted(set(weight_map.values()) - {file.filename for file in files}):
+            raise MoesaicError(f"{repo}: {INDEX_FILE} names {name}, which the repository does not have; tell its owner")
         with ThreadPoolExecutor(8) as pool:
-            headers = dict(
-                zip((f.filename for f in files), pool.map(lambda f: _header(repo, folder, f), files), strict=True)
-            )
-    for name in weight_map.values():
-        if name not in headers:
-            raise MoesaicError(f"{repo}: {INDEX_FILE} names {name}, which the repository does not have")
-    tensors = collect(folder / INDEX_FILE, weight_map, headers)
+            parsed = pool.map(lambda file: (file.filename, _header(repo, folder, file)), files)
+            tensors = collect(folder / INDEX_FILE, weight_map, dict(parsed))
     return folder, tensors, sum(file.file_size or 0 for file in files if file.will_download)
 
 
@@ -79,10 +73,10 @@ def _weights(repo: str, commit: str, names: list[str]) -> list[DryRunFileInfo]:
     return snapshot_download(repo, revision=commit, allow_patterns=patterns, dry_run=True, tqdm_class=_NoBars)
 
 
-def _shards(folder: Path, repo: str) -> list[str]:
+def _weight_map(folder: Path, repo: str) -> dict[str, str]:
     if not (folder / INDEX_FILE).exists():
         raise no_weights(repo, HfApi().list_repo_files(repo, revision=folder.name))
-    return sorted(set(shard_names(folder / INDEX_FILE).values()))
+    return shard_names(folder / INDEX_FILE)
 
 
 def _header(repo: str, folder: Path, remote: DryRunFileInfo) -> dict[str, TensorInfo]:
@@ -114,6 +108,8 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
 
 
 def _way_out(error: Exception, repo: str, revision: str | None) -> str:
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, errors.HfHubHTTPError):
+        error = error.__cause__  # the hub did answer; that the cache lacks the files is only the consequence
     page = f"{constants.ENDPOINT}/{repo}"
     log_in = "log in with `hf auth login` (or set HF_TOKEN)"
     text = " ".join(str(error).split())
