@@ -89,6 +89,10 @@ class _InstalledRouter:
             return decide(self.rule, logits_TE, bias_E=bias_E)
         earlier = record.recorded(self.layer)
         pools = training if record.pools is None else record.pools
+        if earlier is not None and logits_TE.requires_grad and not earlier.logits_TE.requires_grad:
+            raise RuntimeError(
+                "activation checkpointing must be non-reentrant (use_reentrant=False): losses had no graph"
+            )
         decision = decide(
             self.rule,
             logits_TE,
@@ -102,6 +106,7 @@ class _InstalledRouter:
         return decision
 
 
+@torch.compiler.disable  # recording is a side effect per layer: traced, every layer would be compiled again
 def _forward(router: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     installed: _InstalledRouter = getattr(router, _ATTRIBUTE)
     hidden_TD = hidden_states.reshape(-1, hidden_states.shape[-1])

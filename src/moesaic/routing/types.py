@@ -31,6 +31,29 @@ class RoutingContext:
         assert self.document_keys_N.shape == (self.num_documents,), "one key per document"
 
     @classmethod
+    def from_packed(
+        cls,
+        document_ids_BS: Int64[Tensor, "sequences length"],
+        *,
+        first_document: int,
+        num_documents: int,
+        seed: int = 0,
+        step: int = 0,
+    ) -> "RoutingContext":
+        """Take the fields of a `PackedBatch`: ids that are indices in the global batch, consecutive, -1 for padding.
+
+        Never waits for the device.
+        """
+        ids_T = document_ids_BS.flatten()
+        return cls(
+            document_ids_T=torch.where(ids_T >= 0, ids_T - first_document, -1),
+            num_documents=num_documents,
+            document_keys_N=torch.arange(first_document, first_document + num_documents, device=ids_T.device),
+            seed=seed,
+            step=step,
+        )
+
+    @classmethod
     def from_sequences(
         cls,
         document_ids_BS: Int64[Tensor, "sequences length"],
@@ -40,7 +63,7 @@ class RoutingContext:
         step: int = 0,
         device: torch.device | str | None = None,
     ) -> "RoutingContext":
-        """Number the documents of packed sequences.
+        """Number the documents of packed sequences whose ids are only unique within a sequence.
 
         A document is a run of one id within one sequence; negative ids are padding; a document cut by a sequence
         boundary counts as two (methods.md, section 2). `first_document` is the number of documents that precede this
