@@ -1,5 +1,6 @@
 """`python -m moesaic`."""
 
+import os
 import sys
 
 from moesaic.cli.app import run
@@ -7,7 +8,13 @@ from moesaic.cli.app import run
 
 def main() -> None:
     """Run the command line with this process's arguments and exit with its status."""
-    sys.exit(run(sys.argv[1:]))
+    arguments = sys.argv[1:]
+    # Read by transformers and huggingface_hub when they are imported. Their advice is for programmers, and their bars
+    # fill a log file.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if "--quiet" in arguments or not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    sys.exit(run(arguments))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The verb `upcycle` as a function of the public API, with keywords in place of flags."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +10,6 @@ from moesaic.upcycling.recipe import MethodName, UpcycleRecipe
 
 if TYPE_CHECKING:
     from moesaic.upcycling.run import UpcycleResult
-
-MAX_DEFAULT_WORKERS = 4  # more threads than that rarely write faster
 
 
 def upcycle(
@@ -37,7 +34,7 @@ def upcycle(
         overwrite: replace `out` if it exists.
         dry_run: check everything, write nothing.
         quiet: print no progress and no notices.
-        workers: threads; the result does not depend on it. Default: one per core, at most 4.
+        workers: threads; the result does not depend on it. Default: one per core, at most 8.
         settings: the other keys of `moesaic.upcycling.recipe.UpcycleRecipe`, such as `shards=2, top_k=2, seed=0`.
 
     Raises:
@@ -53,10 +50,8 @@ def upcycle(
     )
 
 
-def check_workers(workers: int | None) -> int:
-    """Return the number of threads to use for what was asked for (None: the default)."""
-    if workers is None:
-        return min(os.cpu_count() or 1, MAX_DEFAULT_WORKERS)
-    if workers < 1:
+def check_workers(workers: int | None) -> int | None:
+    """Return the number of threads asked for (None: let the conversion choose)."""
+    if workers is not None and workers < 1:
         raise MoesaicError(f"--workers: must be at least 1, got {workers}")
     return workers

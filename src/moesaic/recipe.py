@@ -24,6 +24,7 @@ from moesaic.suggestions import suggest
 
 RecipeT = TypeVar("RecipeT")
 
+_SET = "--set"
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -39,13 +40,16 @@ class _Where:
         return dataclasses.replace(self, key=f"{self.key}.{name}" if self.key else str(name))
 
     def error(self, message: str) -> MoesaicError:
-        parts = self.key.split(".")
-        prefixes = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-        source = next((self.origins[prefix] for prefix in prefixes if prefix in self.origins), self.source)
-        below = [f"{option} {key}" for key, option in self.origins.items() if key.startswith(f"{self.key}.")]
-        if below and source == self.source:
+        source, key = self.source, self.key
+        above = [name for name in self.origins if f"{key}.".startswith(f"{name}.")]
+        below = [f"{option} {name}" for name, option in self.origins.items() if name.startswith(f"{key}.")]
+        if above:
+            name = max(above, key=len)
+            source = self.origins[name]
+            key = key if source == _SET else key[len(name) + 1 :]  # an option's own name says the key already
+        elif below:
             source = f"{source} (with {', '.join(below)})"
-        return MoesaicError(f"{source}: {self.key}: {message}" if self.key else f"{source}: {message}")
+        return MoesaicError(f"{source}: {key}: {message}" if key else f"{source}: {message}")
 
 
 def load_recipe(
@@ -66,7 +70,7 @@ def load_recipe(
     values = _copy_containers(dict(source)) if is_mapping else read_yaml(Path(source))
     origins = {}
     for override in overrides:
-        origins[apply_override(values, override)] = "--set"
+        origins[apply_override(values, override)] = _SET
     for key, value in (flags or {}).items():
         values[key] = value
         origins[key] = f"--{key.replace('_', '-')}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cyclopts import App, Parameter
-from cyclopts.exceptions import CycloptsError
+from cyclopts.exceptions import CycloptsError, UnusedCliTokensError
 
 from moesaic import __version__
 from moesaic.cli import generate, plan, recipes, upcycle, verify
@@ -36,7 +36,6 @@ app.command(recipes.app)
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return the exit status: 0, 1 (check failed, or a bug), 2 (user error), 130, 141."""
     as_json = "--json" in arguments
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice is for programmers; read at import
     try:
         status = _call(arguments)
         sys.stdout.flush()
@@ -61,6 +60,9 @@ def _report(error: Exception, *, as_json: bool) -> int:
     """Print an error as one line and return the exit status."""
     if os.environ.get("MOESAIC_TRACEBACK") == "1":
         traceback.print_exception(error)
+    if isinstance(error, UnusedCliTokensError):
+        print_error(f"unexpected argument: {' '.join(error.unused_tokens or ())}", as_json=as_json)
+        return USER_ERROR
     if isinstance(error, (MoesaicError, CycloptsError)):
         print_error(str(error), as_json=as_json)
         return USER_ERROR

@@ -7,6 +7,7 @@ from typing import Annotated, Any, get_args
 
 from cyclopts import Parameter
 
+from moesaic.api import check_workers
 from moesaic.cli.options import DryRun, Json, Overwrite, Quiet
 from moesaic.cli.output import print_result
 from moesaic.errors import MoesaicError
@@ -116,7 +117,7 @@ def command(
     ] = None,
     settings: Settings = Settings(),
     workers: Annotated[
-        int | None, Parameter(help="Threads; the result does not depend on it [default: one per core, at most 4].")
+        int | None, Parameter(help="Threads; the result does not depend on it [default: one per core, at most 8].")
     ] = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
@@ -124,9 +125,6 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Turn a dense checkpoint, or a base and its specialists, into a mixture-of-experts checkpoint."""
-    from moesaic.api import check_workers
-    from moesaic.upcycling.run import upcycle
-
     flags = _flags(settings)
     if config is not None and out is None and base is not None:
         base, out = None, Path(base)  # a single folder is OUT
@@ -138,6 +136,9 @@ def command(
         raise MoesaicError(f"--method is needed: one of {', '.join(get_args(fields.MethodName))}")
     recipe = load_recipe(fields.UpcycleRecipe, {} if config is None else config, flags=flags)
     threads = check_workers(workers)
+
+    from moesaic.upcycling.run import upcycle  # brings torch: after everything that can be refused without
+
     result = upcycle(recipe, out, overwrite=overwrite, dry_run=dry_run, quiet=quiet, workers=threads)
     print_result(() if quiet else result.lines, result.summary, as_json=json)
 

@@ -24,7 +24,7 @@ def command(
     text: Annotated[
         Path | None,
         Parameter(
-            help="UTF-8 text to measure logits and perplexity on [default: random tokens].",
+            help="UTF-8 text to measure logits and perplexity on [default: docstrings of Python's own library].",
             metavar="FILE",
             show_default=False,
         ),
