@@ -85,9 +85,7 @@ def make_data(tmp_path: Path) -> Callable[..., PreparedData]:
             weight = weights[index] if weights else 1.0
             sources.append(SourceRecipe(path="unused", domain=f"domain{index}", weight=weight))
         held_out = tuple(SourceRecipe(path="unused", domain=source.domain) for source in sources)
-        recipe = DataRecipe(
-            sequence_length=sequence_length, sources=tuple(sources), validation=held_out, epochs=epochs
-        )
+        recipe = DataRecipe(sequence_length=sequence_length, sources=tuple(sources), validation=held_out, epochs=epochs)
         return PreparedData(recipe=recipe, sources=tuple(folders), validation=tuple(folders), padding_id=0)
 
     return make

@@ -159,7 +159,9 @@ def test_domains_are_shared_by_name(make_data):
 
 def test_a_batch_that_cannot_be_shared_is_refused(make_data):
     dataset = PackedDataset(make_data(LENGTHS, sequence_length=8), seed=0, sequences_per_step=6)
-    with pytest.raises(MoesaicError, match=r"batch\.tokens gives 6 sequences .* 2 micro-steps on 2 ranks.*multiple of 32"):
+    with pytest.raises(
+        MoesaicError, match=r"batch\.tokens gives 6 sequences .* 2 micro-steps on 2 ranks.*multiple of 32"
+    ):
         dataset.batch(0, num_micro_steps=2, world_size=2)
     with pytest.raises(MoesaicError, match=r"batch\.tokens is less"):
         PackedDataset(make_data(LENGTHS, sequence_length=8), seed=0, sequences_per_step=0)

@@ -41,7 +41,13 @@ def test_any_position_is_found_without_those_before():
 
 @pytest.mark.parametrize(
     ("weights", "shares"),
-    [([1.0], (1,)), ([0.35, 0.65], (7, 13)), ([2, 2, 4], (1, 1, 2)), ([0.1, 0.2, 0.3, 0.4], (1, 2, 3, 4)), ([1e-3, 1], (1, 1000))],
+    [
+        ([1.0], (1,)),
+        ([0.35, 0.65], (7, 13)),
+        ([2, 2, 4], (1, 1, 2)),
+        ([0.1, 0.2, 0.3, 0.4], (1, 2, 3, 4)),
+        ([1e-3, 1], (1, 1000)),
+    ],
 )
 def test_integer_shares_are_the_written_decimals(weights, shares):
     assert integer_shares(weights) == shares
