@@ -13,6 +13,23 @@ _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(@\S+)?")
 _MARKUP = re.compile(r"[\\`*_{}\[\]<>|#!~$&]")
 
 
+def front_matter(*, bases: Sequence[str], tags: Sequence[str], license_name: str | None = None) -> str:
+    """The YAML block at the top of a card, with its fences: `library_name`, `license`, `base_model` and `tags`.
+
+    `bases` are names as the user gave them; those that look like hub ids (and are no folder here) become `base_model`,
+    without their revision: the hub refuses paths there.
+    """
+    front: dict[str, object] = {"library_name": "transformers"}
+    if license_name:
+        front["license"] = _line(license_name)
+    matches = [_HUB_ID.fullmatch(base) for base in bases if not Path(base).exists()]
+    hub_ids = list(dict.fromkeys(match[1] for match in matches if match))
+    if hub_ids:
+        front["base_model"] = hub_ids
+    front["tags"] = list(dict.fromkeys(["moesaic", "mixture-of-experts", *map(_line, tags)]))
+    return f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n"
+
+
 def model_card(
     *,
     title: str,
@@ -22,30 +39,18 @@ def model_card(
     facts: Mapping[str, object],
     license_name: str | None = None,
 ) -> str:
-    """Markdown with front matter: `library_name`, `base_model` and `tags`, then the command and a table of facts.
+    """Markdown with front matter, the command and a table of facts.
 
-    `bases` are names as the user gave them; those that look like hub ids become `base_model` (the hub refuses paths).
     `command` is the argument list, quoted for a shell; `facts` are the table's rows in order.
     """
-    matches = [_HUB_ID.fullmatch(base) for base in bases if not Path(base).exists()]
-    front: dict[str, object] = {"library_name": "transformers"}
-    if license_name:
-        front["license"] = _line(license_name)
-    hub_ids = list(dict.fromkeys(match[1] for match in matches if match))
-    if hub_ids:
-        front["base_model"] = hub_ids
-    front["tags"] = list(dict.fromkeys(["moesaic", "mixture-of-experts", *map(_line, tags)]))
-    rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in facts.items()]
+    rows = [f"| {escape(name)} | {escape(value)} |" for name, value in facts.items()]
     parts = [
-        "---",
-        yaml.safe_dump(front, sort_keys=False, allow_unicode=True).rstrip(),
-        "---",
-        "",
-        f"# {_cell(title)}",
+        front_matter(bases=bases, tags=tags, license_name=license_name),
+        f"# {escape(title)}",
         "",
         "Made with Moesaic; `moesaic.json` records recipe, seed, versions and hashes.",
         "",
-        _fenced(shlex.join(command)),
+        fenced(shlex.join(command), language="bash"),
         "",
         "| What | Value |",
         "|---|---|",
@@ -62,17 +67,17 @@ def write_card(folder: Path, card: str) -> None:
         path.write_text(card, encoding="utf-8")
 
 
-def _cell(value: object) -> str:
-    """Plain text in a table cell or heading: one line, no markup, no HTML."""
+def escape(value: object) -> str:
+    """Plain text for a paragraph, heading or table cell: one line, no markup, no HTML."""
     return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", _line(value))
+
+
+def fenced(text: str, *, language: str) -> str:
+    """A code block whose fence is longer than any run of backticks in the text."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _line(value: object) -> str:
     return " ".join(str(value).split())
-
-
-def _fenced(text: str) -> str:
-    """A code block whose fence is longer than any run of backticks in the text."""
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}bash\n{text}\n{fence}"
