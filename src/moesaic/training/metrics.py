@@ -26,7 +26,7 @@ class MetricsLog:
         self._path = out / METRICS_FILE
         with explained(self._path):
             self._file = self._path.open("ab")
-            self._file.truncate(start_bytes)
+            self._file.truncate(min(start_bytes, self._path.stat().st_size))  # truncate would also lengthen it
         self._board = _open_board(out / "state" / "tensorboard", start_step)
 
     def write(self, line: Mapping[str, Any]) -> None:

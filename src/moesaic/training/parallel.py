@@ -1,7 +1,10 @@
 """The ranks of a run: who they are, what they share, and sums over them. One process needs no torch.distributed."""
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,12 +14,16 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from moesaic.errors import MoesaicError
 from moesaic.training.recipe import ParallelRecipe, Precision
 
+ResultT = TypeVar("ResultT")
+
 
 @dataclass(frozen=True, kw_only=True)
 class World:
     """This process among all. Every rank sees different sequences."""
 
     rank: int
+    local_rank: int
+    """Number on its machine."""
     size: int
     replicas: int
     """Copies of the sharded model among the ranks."""
@@ -37,18 +44,32 @@ class World:
         """Whether the flag is up on at least one rank."""
         return bool(self.sum(torch.tensor(int(flag), device=self.device))) if self.size > 1 else flag
 
+    def from_local_main(self, make: Callable[[], ResultT]) -> ResultT:
+        """Call `make` in one process of each machine and give its (pickled) result to the others there."""
+        if self.size == 1:
+            return make()
+        made: list[ResultT | None] = [None] * self.size
+        dist.all_gather_object(made, make() if self.local_rank == 0 else None)
+        result = made[self.rank - self.local_rank]
+        assert result is not None
+        return result
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
             dist.barrier()
 
 
-def join_world(parallel: ParallelRecipe) -> World:
-    """Meet the other ranks that torchrun started.
+@contextmanager
+def joined_world(parallel: ParallelRecipe) -> Iterator[World]:
+    """Meet the other ranks that torchrun started, and part from them at the end.
 
     Raises: `MoesaicError` where their number is not what the recipe divides the work among.
     """
-    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    size, rank, local_rank = (
+        int(os.environ.get(name, default))
+        for name, default in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
+    )
     wanted = parallel.fsdp * parallel.replicate
     if size != wanted:
         raise MoesaicError(
@@ -57,11 +78,16 @@ def join_world(parallel: ParallelRecipe) -> World:
         )
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    if size > 1 and not dist.is_initialized():
+    meeting = size > 1 and not dist.is_initialized()
+    if meeting:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return World(rank=rank, size=size, replicas=parallel.replicate, device=device)
+    try:
+        yield World(rank=rank, local_rank=local_rank, size=size, replicas=parallel.replicate, device=device)
+    finally:
+        if meeting:
+            dist.destroy_process_group()
 
 
 def distributed_config(parallel: ParallelRecipe, precision: Precision) -> DistributedConfig | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -30,6 +31,7 @@ from moesaic.checkpoint.pio import explained, sync_path
 from moesaic.checkpoint.source import load_json
 from moesaic.errors import MoesaicError
 from moesaic.training.parallel import World
+from moesaic.training.validate import DomainLoss
 
 RUN_FILE = "run.json"
 _UNFINISHED = ".tmp"
@@ -43,10 +45,23 @@ class RunState:
     """Optimizer steps done."""
     metrics_bytes: int
     """Length of metrics.jsonl at that moment."""
-    validation_loss: float | None
-    """Mean over the held-out sets right after this step, if it was measured."""
+    validation: dict[str, dict[str, Any]] | None
+    """Losses of the held-out sets by domain, if they were measured after this very step."""
     recipe: dict[str, Any]
     """The resolved recipe as plain values."""
+
+    @property
+    def measured(self) -> dict[str, DomainLoss] | None:
+        """`validation` as it was measured."""
+        if self.validation is None:
+            return None
+        return {domain: DomainLoss(**values) for domain, values in self.validation.items()}
+
+    @property
+    def mean_loss(self) -> float | None:
+        """Mean over the held-out sets."""
+        losses = [values["loss"] for values in (self.validation or {}).values()]
+        return sum(losses) / len(losses) if losses else None
 
 
 def list_states(folder: Path) -> list[Path]:
@@ -112,9 +127,8 @@ def load_state(state: Path, *, weights: Mapping[str, Tensor], optimizer: Mapping
 def prune_states(folder: Path, keep: int) -> None:
     """Remove all but the last `keep` states and the best one."""
     states = list_states(folder)
-    losses = {state: read_run(state).validation_loss for state in states}
-    measured = [state for state in states if losses[state] is not None]
-    best = min(measured, key=lambda state: losses[state] or 0.0, default=None)
+    losses = {state: loss for state in states if (loss := read_run(state).mean_loss) is not None}
+    best = min(losses, key=losses.__getitem__, default=None)
     for state in states[:-keep]:
         if state != best:
             (state / RUN_FILE).unlink()  # from here on it counts as unfinished
@@ -134,8 +148,11 @@ def _write(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
     world.barrier()
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     chunks = {name: _contiguous(tensor) for name, tensor in tensors.items()}
-    with _one_process_is_meant():
-        save(chunks, storage_writer=writer, no_dist=world.size == 1)
+    try:
+        with _one_process_is_meant():
+            save(chunks, storage_writer=writer, no_dist=world.size == 1)
+    except CheckpointException as error:  # no subclass of Exception, and what happened is inside
+        raise next(failure for failure, _ in error.failures.values()) from error
 
 
 def _read(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
@@ -145,7 +162,7 @@ def _read(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
     for name, tensor in tensors.items():
         chunk = chunks[name]
         if isinstance(tensor, DTensor) and isinstance(chunk, DTensor):
-            tensor.to_local().copy_(chunk.redistribute(placements=tensor.placements).to_local())
+            tensor.detach().to_local().copy_(chunk.redistribute(placements=tensor.placements).to_local())
 
 
 def _contiguous(tensor: Tensor) -> Tensor:

@@ -1,0 +1,95 @@
+"""OUT before a run: may it be written, and does the recipe still say what it said. No torch."""
+
+import fcntl
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moesaic.checkpoint.pio import explained
+from moesaic.errors import MoesaicError
+
+RECIPE_FILE = "recipe.yaml"
+_LOCK = "lock"
+
+MAY_CHANGE = ("budget", "checkpoint", "validation", "parallel", "batch.micro_sequences", "compile")
+"""Keys that may differ on `--resume`: they say how long, how often and on what, not what a step computes.
+
+`parallel` and `batch.micro_sequences` shape the global micro-batch, which the balancing loss (and nothing else) sees.
+"""
+
+
+@contextmanager
+def locked_folder(out: Path, *, resume: bool, overwrite: bool) -> Iterator[None]:
+    """Make OUT a folder that this run alone writes, or refuse; a new one that nothing came into goes again.
+
+    A folder that holds anything is refused unless `resume` (it goes on, or starts fresh where no state is) or
+    `overwrite`, which refuses what isn't the work of a run.
+    """
+    names = _content(out)
+    if names and not resume:
+        if not overwrite:
+            raise MoesaicError(f"{out}: is not empty; --resume goes on with a run, --overwrite starts it again")
+        if not names & {RECIPE_FILE, "config.json"}:
+            raise MoesaicError(f"{out}: holds no run and no checkpoint, so --overwrite does not remove it")
+    with explained(out):
+        (out / "state").mkdir(parents=True, exist_ok=True)
+        lock = (out / "state" / _LOCK).open("a")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise MoesaicError(f"{out}: another run is writing it") from error
+        try:
+            yield
+        finally:
+            if not _content(out):
+                shutil.rmtree(out, ignore_errors=True)
+
+
+def _content(out: Path) -> set[str]:
+    """Names of what is in OUT, apart from a state folder with nothing in it."""
+    if not out.exists():
+        return set()
+    if not out.is_dir():
+        raise MoesaicError(f"{out}: is a file, choose another folder")
+    names = {path.name for path in out.iterdir()}
+    if "state" in names and not {path.name for path in (out / "state").iterdir()} - {_LOCK}:
+        names.remove("state")
+    return names
+
+
+def clear_folder(out: Path) -> None:
+    """Remove what an earlier run left in OUT; the lock stays."""
+    for path in (*out.iterdir(), *(out / "state").iterdir()):
+        if path.name not in ("state", _LOCK):
+            with explained(path):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def refuse_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Refuse to resume with a recipe that would have computed other steps; name the first key that differs."""
+    before, after = dict(_leaves(old)), dict(_leaves(new))
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) == after.get(key) or any(_is_within(key, parent) for parent in MAY_CHANGE):
+            continue
+        raise MoesaicError(
+            f"{key}: was {before.get(key)} when this run started and is {after.get(key)} now; "
+            f"--resume allows changes in {', '.join(MAY_CHANGE)}; use another OUT for another run"
+        )
+
+
+def _is_within(key: str, parent: str) -> bool:
+    return key == parent or key.startswith(f"{parent}.")
+
+
+def _leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything in a recipe; an empty container is a value itself."""
+    items = list(values.items()) if isinstance(values, Mapping) else list(enumerate(values))
+    for name, value in items:
+        key = f"{prefix}{name}"
+        if isinstance(value, (Mapping, list, tuple)) and value:
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value

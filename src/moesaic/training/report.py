@@ -1,0 +1,125 @@
+"""What a step says: a line of metrics.jsonl, and now and then a line for people."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from moesaic.planning.costs import flops_per_token
+from moesaic.progress import duration, notice
+from moesaic.routing.stats import busiest_share, dead_experts, load_entropy
+from moesaic.training.recipe import Precision
+from moesaic.training.step import StepResult
+from moesaic.training.validate import DomainLoss
+
+_CONSOLE_SECONDS = 5.0
+
+PEAK_FLOPS: Mapping[str, float] = {
+    "A100": 312e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "H20": 148e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+}
+"""Dense bf16 FLOP/s of a device by a word of its name, from the makers' data sheets (without sparsity)."""
+
+
+class Throughput:
+    """Turns tokens and seconds into FLOP/s and, where the device's peak is known, model FLOPs utilisation."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        config: PreTrainedConfig,
+        *,
+        sequence_length: int,
+        precision: Precision,
+        device: torch.device,
+        ranks: int,
+    ) -> None:
+        """Backward counts as twice the forward (the usual 3x); recomputation does not count."""
+        shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+        self._flops = 3 * flops_per_token(shapes, config.to_dict(), sequence_length)
+        peak = None
+        if device.type == "cuda" and precision == "bf16":
+            words = torch.cuda.get_device_name(device).split()
+            peak = next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
+        self._peak = None if peak is None else peak * ranks
+
+    def line(self, tokens: int, seconds: float) -> dict[str, float]:
+        """The `timing` of a step; `tokens` are positions, padding included."""
+        rate = tokens / seconds
+        timing = {"seconds": seconds, "tokens_per_second": rate, "flops_per_second": rate * self._flops}
+        return timing if self._peak is None else timing | {"mfu": rate * self._flops / self._peak}
+
+
+def step_line(
+    result: StepResult, *, step: int, tokens: int, rate: float, domains: Sequence[str], timing: Mapping[str, float]
+) -> dict[str, Any]:
+    """The line of one step. Everything but `timing` is the same in every run of a recipe on one kind of machine.
+
+    `tokens` are the positions up to and with this step. Of the experts: entropy of the load over log E (mean over the
+    layers), the largest share of a layer's selections that one expert took, and how many took none, over all layers.
+    """
+    losses = zip(domains, result.domain_losses, strict=True)
+    line: dict[str, Any] = {
+        "kind": "step",
+        "step": step,
+        "tokens": tokens,
+        "loss": result.loss,
+        "domain_loss": {domain: loss for domain, loss in losses if not math.isnan(loss)},
+        "grad_norm": result.gradient_norm,
+        "lr": rate,
+        "step_tokens": result.tokens,
+    }
+    for name in ("balance_loss", "router_z_loss", "lm_z_loss"):
+        if (value := getattr(result, name)) is not None:
+            line[name] = value
+    if result.load is not None:
+        counts_LE = result.load.counts_LE
+        line["load_entropy"] = float(load_entropy(counts_LE).mean())
+        line["largest_share"] = float(busiest_share(counts_LE).max())
+        line["dead_experts"] = int(dead_experts(counts_LE).sum())
+    return line | {"timing": dict(timing)}
+
+
+def validation_line(measured: Mapping[str, DomainLoss], *, step: int, tokens: int) -> dict[str, Any]:
+    """The line of one validation."""
+    domains = {domain: asdict(loss) for domain, loss in measured.items()}
+    return {"kind": "validation", "step": step, "tokens": tokens, "validation": domains}
+
+
+class Console:
+    """Lines on stderr: the first step, the last, and every few seconds."""
+
+    def __init__(self, *, steps: int, first: int, quiet: bool) -> None:
+        self._steps, self._first, self._quiet = steps, first, quiet
+        self._start = self._shown = time.monotonic()
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Show a step if it is time to."""
+        now, step = time.monotonic(), line["step"]
+        if step not in (self._first + 1, self._steps) and now - self._shown < _CONSOLE_SECONDS:
+            return
+        self._shown = now
+        timing = line["timing"]
+        speed = f"{timing['tokens_per_second']:,.0f} tokens/s, {timing['flops_per_second'] / 1e9:,.1f} GFLOP/s"
+        if "mfu" in timing:
+            speed += f" ({100 * timing['mfu']:.1f}% of peak)"
+        left = (now - self._start) / (step - self._first) * (self._steps - step)
+        notice(
+            f"step {step:,}/{self._steps:,}: loss {line['loss']:.4f}, gradient {line['grad_norm']:.3g}, "
+            f"lr {line['lr']:.3g}, {speed}, {duration(left)} left",
+            quiet=self._quiet,
+        )
+
+    def validation(self, measured: Mapping[str, DomainLoss], step: int) -> None:
+        """Show a validation."""
+        losses = ", ".join(f"{domain} {loss.loss:.4f}" for domain, loss in measured.items())
+        notice(f"step {step:,}: held-out {losses}", quiet=self._quiet)

@@ -1,0 +1,181 @@
+"""The end of a run: OUT becomes a plain checkpoint, beside its metrics, recipe and run state."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+
+from moesaic.checkpoint.layout import OutputTensor, plan_files
+from moesaic.checkpoint.output import require_disk
+from moesaic.checkpoint.pio import explained, sync_path
+from moesaic.checkpoint.provenance import copy_side_files, read_provenance, source_record, write_provenance
+from moesaic.checkpoint.reader import DTYPE_CODES
+from moesaic.checkpoint.source import open_checkpoint
+from moesaic.checkpoint.writer import CheckpointWriter
+from moesaic.modeling.names import modeling_file
+from moesaic.planning.counting import count_shapes
+from moesaic.recipe import recipe_values
+from moesaic.training.card import model_card
+from moesaic.training.model import TrainedModel
+from moesaic.training.recipe import Precision, TrainRecipe
+from moesaic.training.validate import DomainLoss
+
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_LAST_FILE = "config.json"  # without it a folder isn't a checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """The outcome of `train`."""
+
+    out: Path
+    """The folder that holds the checkpoint."""
+    steps: int
+    """Optimizer steps of the whole run, resumed ones included."""
+    tokens: int
+    """Positions that these steps saw, padding included."""
+    loss: float | None
+    """Training loss of the last step; `None` where nothing was left to do."""
+    validation: Mapping[str, DomainLoss] = field(default_factory=dict)
+    """Held-out losses after the last step, by domain."""
+    seconds: float
+    """Of this call."""
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Everything as plain values, for `--json`."""
+        return {
+            "out": str(self.out),
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "loss": self.loss,
+            "validation": {domain: vars(loss) for domain, loss in self.validation.items()},
+            "seconds": round(self.seconds, 3),
+        }
+
+    @property
+    def lines(self) -> list[str]:
+        """The same for people."""
+        last = "" if self.loss is None else f", loss {self.loss:.4f}"
+        rows = [f"{self.out}: {self.steps:,} steps, {self.tokens:,} tokens{last}, in {self.seconds:.1f} s"]
+        for domain, measured in self.validation.items():
+            error = "" if measured.standard_error is None else f" +- {measured.standard_error:.4f}"
+            rows.append(f"held-out {domain}: {measured.loss:.4f}{error} ({measured.documents:,} documents)")
+        return rows
+
+
+def gather(tensors: Mapping[str, Tensor], dtype: torch.dtype, *, keep: bool) -> dict[str, Tensor]:
+    """Whole tensors on the CPU in `dtype` (integers as they are), where `keep`; every rank has to call this."""
+    gathered = {}
+    for name, tensor in tensors.items():
+        cast = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+        whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
+        if keep:
+            gathered[name] = whole.cpu()
+    return gathered
+
+
+def write_result(
+    recipe: TrainRecipe,
+    out: Path,
+    *,
+    trained: TrainedModel,
+    tensors: Mapping[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    steps: int,
+    validation: Mapping[str, DomainLoss],
+) -> None:
+    """Write the checkpoint into OUT: aside first, then moved, config.json last; the old one's config.json goes first.
+
+    Raises: `MoesaicError` for a full disk; what OUT had is then as it was.
+    """
+    aside = out / "state" / "result.tmp"
+    shutil.rmtree(aside, ignore_errors=True)
+    with explained(aside):
+        aside.mkdir()
+    on_disk = revert_weight_conversion(trained.model, dict(tensors))
+    digest = _write_weights(on_disk, aside)
+    shapes = {name: tuple(tensor.shape) for name, tensor in on_disk.items()}
+    parameters = count_shapes(shapes, trained.config.to_dict())
+    _write_config(recipe, trained, aside)
+    sources = _write_side_files(recipe, trained, tokenizer, aside)
+    card = model_card(recipe, parameters=parameters, steps=steps, validation=validation)
+    with explained(aside):
+        (aside / "README.md").write_text(card, encoding="utf-8")
+    routing = None if trained.installation is None else trained.installation.to_record()
+    write_provenance(
+        aside,
+        verb="train",
+        recipe=recipe_values(recipe),
+        seed=recipe.seed,
+        sources=sources,
+        weights_hash=digest,
+        extra={"steps": steps, "tokens": steps * recipe.batch.tokens, "routing": routing},
+    )
+    _move(aside, out)
+
+
+def _write_weights(tensors: Mapping[str, Tensor], folder: Path) -> str:
+    layout = plan_files(
+        OutputTensor(name=name, dtype=DTYPE_CODES[tensor.dtype], shape=tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    )
+    require_disk(folder, layout.nbytes)
+    with CheckpointWriter(folder, layout) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor.contiguous())
+        return writer.finish().weights_hash
+
+
+def _write_config(recipe: TrainRecipe, trained: TrainedModel, folder: Path) -> None:
+    trained.config.dtype = DTYPES[recipe.precision]
+    trained.config.architectures = [type(trained.model).__name__.removeprefix("FSDP")]
+    with explained(folder):
+        trained.config.save_pretrained(folder)
+        if trained.config.model_type.startswith("moesaic_"):
+            shutil.copyfile(modeling_file(), folder / modeling_file().name)
+
+
+def _write_side_files(
+    recipe: TrainRecipe, trained: TrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> list[dict[str, Any]]:
+    """Copy what comes along from the source, write the tokenizer where it is another; return the sources' records."""
+    records = []
+    if isinstance(recipe.model, str):
+        checkpoint = open_checkpoint(recipe.model)
+        record = read_provenance(checkpoint.path) or {}
+        records.append(source_record(checkpoint, record.get("weights_hash")))
+        if recipe.tokenizer is None:
+            copy_side_files(checkpoint, folder)
+            return records
+    with explained(folder):
+        tokenizer.save_pretrained(folder)
+        if trained.model.generation_config is not None:
+            trained.model.generation_config.save_pretrained(folder)
+    return records
+
+
+def _move(aside: Path, out: Path) -> None:
+    with explained(out):
+        (out / _LAST_FILE).unlink(missing_ok=True)
+        for old in out.glob("model*.safetensors*"):
+            old.unlink()
+        names = sorted((path.name for path in aside.iterdir()), key=lambda name: (name == _LAST_FILE, name))
+        for name in names:
+            target = out / name
+            if target.is_dir():
+                shutil.rmtree(target)
+            if (aside / name).is_file():
+                sync_path(aside / name)
+            (aside / name).rename(target)
+            if name == names[-2]:
+                sync_path(out)  # everything is in place before config.json says that it is
+        sync_path(out)
+        aside.rmdir()

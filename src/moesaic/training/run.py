@@ -1,0 +1,333 @@
+"""`train(recipe, out)`: from a recipe to a checkpoint, in one go or in several."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from moesaic.checkpoint.pio import explained
+from moesaic.checkpoint.provenance import read_provenance
+from moesaic.data.batch import PackedBatch
+from moesaic.data.dataset import PackedDataset
+from moesaic.data.prepare import prepare
+from moesaic.data.validation import ValidationSet, validation_sets
+from moesaic.errors import MoesaicError
+from moesaic.progress import notice
+from moesaic.recipe import dump_recipe, recipe_values
+from moesaic.training.folder import RECIPE_FILE, clear_folder, locked_folder, refuse_changes
+from moesaic.training.metrics import MetricsLog
+from moesaic.training.model import build_model
+from moesaic.training.optimizer import MOMENTS, build_optimizer
+from moesaic.training.parallel import World, joined_world
+from moesaic.training.recipe import TrainRecipe
+from moesaic.training.report import Console, Throughput, step_line, validation_line
+from moesaic.training.result import DTYPES, TrainResult, gather, write_result
+from moesaic.training.schedule import learning_rate
+from moesaic.training.signals import TERMINATED, termination_flag
+from moesaic.training.state import (
+    RunState,
+    list_states,
+    load_state,
+    prune_states,
+    read_run,
+    remove_unfinished,
+    save_state,
+)
+from moesaic.training.step import StepResult, Trainable, run_step
+from moesaic.training.tokenizer import load_run_tokenizer, refuse_larger_vocabulary
+from moesaic.training.validate import DomainLoss, validate
+from moesaic.training.weights import MasterWeights, describe_trainable, freeze
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """A run between two steps."""
+
+    out: Path
+    trainable: Trainable
+    tokenizer: PreTrainedTokenizerBase
+    data: PackedDataset
+    held_out: tuple[ValidationSet, ...]
+    steps: int
+    """Of the whole run."""
+    step: int
+    """Steps done."""
+    log: MetricsLog
+    console: Console
+    throughput: Throughput
+    last: StepResult | None = None
+    validation: dict[str, DomainLoss] | None = None
+    """Measured after the last step done; `None` where it was not."""
+
+    @property
+    def recipe(self) -> TrainRecipe:
+        return self.trainable.recipe
+
+    @property
+    def world(self) -> World:
+        return self.trainable.world
+
+    @property
+    def states(self) -> Path:
+        return self.out / "state"
+
+    @property
+    def tokens(self) -> int:
+        """Positions that the steps done have seen."""
+        return self.step * self.recipe.batch.tokens
+
+
+def train(
+    recipe: TrainRecipe, out: str | Path, *, resume: bool = False, overwrite: bool = False, quiet: bool = False
+) -> TrainResult:
+    """Train what `recipe` says and leave a plain checkpoint in `out`.
+
+    Under torchrun, every process calls this with the same arguments. The state of a run (`out/state`) is saved as
+    `recipe.checkpoint` says, at the end, and on SIGTERM, which then leaves with status 143.
+
+    Args:
+        recipe: what to train.
+        out: folder of the result, of metrics.jsonl, recipe.yaml and the run state.
+        resume: go on where the last state is; start fresh where there is none.
+        overwrite: remove an earlier run or checkpoint in `out` first.
+        quiet: no progress and no notices.
+
+    Returns:
+        Steps, losses and where the checkpoint is.
+
+    Raises:
+        MoesaicError: a mistake in the recipe, the data or the model, a full disk, a loss or gradient that isn't finite.
+            The last state that was saved stays.
+    """
+    started = time.monotonic()
+    out = Path(out)
+    with joined_world(recipe.parallel) as world:
+        quiet = quiet or not world.is_main
+        folder = locked_folder(out, resume=resume, overwrite=overwrite) if world.is_main else nullcontext()
+        with folder:
+            world.barrier()
+            run = _start(recipe, out, world, resume, quiet)
+            try:
+                with termination_flag() as terminated:
+                    _loop(run, terminated)
+                _finish(run, quiet)
+            finally:
+                run.log.close()
+    return TrainResult(
+        out=out,
+        steps=run.step,
+        tokens=run.tokens,
+        loss=None if run.last is None else run.last.loss,
+        validation=run.validation or {},
+        seconds=time.monotonic() - started,
+    )
+
+
+def _start(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: bool) -> _Run:
+    """Everything that can be refused, then the model, the data and the last state."""
+    state = next(reversed(list_states(out / "state")), None) if resume else None
+    saved = None if state is None else read_run(state)
+    if saved is not None:
+        refuse_changes(saved.recipe, recipe_values(recipe))
+    tokenizer = load_run_tokenizer(recipe)
+    prepared = world.from_local_main(lambda: prepare(recipe.data, tokenizer, quiet=quiet))
+    data = PackedDataset(prepared, seed=recipe.seed, sequences_per_step=recipe.sequences_per_step)
+    steps = min(limit for limit in (recipe.budget_steps, data.num_steps) if limit is not None)
+    trainable = _build(recipe, out, world, tokenizer, quiet)
+    if world.is_main:
+        if state is None:
+            clear_folder(out)
+        remove_unfinished(out / "state")
+        with explained(out):
+            (out / RECIPE_FILE).write_text(dump_recipe(recipe), encoding="utf-8")
+    world.barrier()
+    first = 0 if saved is None else saved.step
+    if state is not None:
+        _restore(trainable, state, first, world)
+        notice(f"resuming after step {first:,} of {steps:,}", quiet=quiet)
+    return _Run(
+        out=out,
+        trainable=trainable,
+        tokenizer=tokenizer,
+        data=data,
+        held_out=validation_sets(prepared),
+        steps=steps,
+        step=first,
+        log=MetricsLog(
+            out, start_bytes=0 if saved is None else saved.metrics_bytes, start_step=first, active=world.is_main
+        ),
+        console=Console(steps=steps, first=first, quiet=quiet),
+        throughput=Throughput(
+            trainable.masters.parameters,
+            trainable.model.config,
+            sequence_length=recipe.data.sequence_length,
+            precision=recipe.precision,
+            device=world.device,
+            ranks=world.size,
+        ),
+        validation=None if saved is None else saved.measured,
+    )
+
+
+def _build(recipe: TrainRecipe, out: Path, world: World, tokenizer: PreTrainedTokenizerBase, quiet: bool) -> Trainable:
+    model = build_model(recipe, out, world)
+    refuse_larger_vocabulary(tokenizer, model.config.vocab_size)
+    freeze(model.model, recipe.optimizer.frozen)
+    notice(describe_trainable(model.model), quiet=quiet)
+    copies = DTYPES[recipe.precision] if recipe.precision != "fp32" and world.size == 1 else None
+    masters = MasterWeights(model.model, copies=copies)
+    return Trainable(
+        recipe=recipe,
+        world=world,
+        model=model,
+        masters=masters,
+        optimizer=build_optimizer(masters.trainable, recipe.optimizer),
+    )
+
+
+def _weights(trainable: Trainable) -> dict[str, Tensor]:
+    return {**trainable.masters.parameters, **trainable.model.buffers()}
+
+
+def _optimizer_tensors(trainable: Trainable) -> dict[str, Tensor]:
+    """Moments by parameter name, and the selection bias of loss-free balancing."""
+    state = trainable.optimizer.state
+    tensors = {
+        f"{moment}.{name}": state[parameter][moment]
+        for name, parameter in trainable.masters.trainable.items()
+        for moment in MOMENTS
+    }
+    installation = trainable.model.installation
+    if installation is not None and installation.selection_bias is not None:
+        tensors["selection_bias"] = installation.selection_bias
+    return tensors
+
+
+def _restore(trainable: Trainable, state: Path, step: int, world: World) -> None:
+    load_state(state, weights=_weights(trainable), optimizer=_optimizer_tensors(trainable), world=world)
+    for moments in trainable.optimizer.state.values():
+        moments["step"].fill_(step)
+    trainable.masters.publish()
+
+
+def _loop(run: _Run, terminated: threading.Event) -> None:
+    """Take the steps that are left."""
+    if run.step == 0 and run.held_out:
+        _validate(run)
+    for batches in _batches_ahead(run):
+        with _last_good(run):
+            _step(run, batches)
+            every = run.recipe.validation.every_steps
+            run.validation = None
+            if run.held_out and (run.step == run.steps or (every is not None and run.step % every == 0)):
+                _validate(run)
+            stop = run.world.any(terminated.is_set())
+            every = run.recipe.checkpoint.every_steps
+            if stop or run.step == run.steps or (every is not None and run.step % every == 0):
+                _save(run)
+        if stop and run.step < run.steps:
+            notice(
+                f"stopped by SIGTERM after step {run.step:,}; --resume goes on from there", quiet=not run.world.is_main
+            )
+            raise SystemExit(TERMINATED)
+
+
+def _batches_ahead(run: _Run) -> Iterator[list[PackedBatch]]:
+    """The micro-batches of every step that is left, cut while the step before runs."""
+    num_micro_steps, world = run.recipe.micro_steps, run.world
+
+    def cut(step: int) -> list[PackedBatch]:
+        return [
+            run.data.batch(
+                step, micro_step=index, num_micro_steps=num_micro_steps, rank=world.rank, world_size=world.size
+            )
+            for index in range(num_micro_steps)
+        ]
+
+    with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
+        first = run.step
+        ahead = pool.submit(cut, first) if first < run.steps else None
+        for step in range(first, run.steps):
+            assert ahead is not None
+            batches = ahead.result()
+            ahead = pool.submit(cut, step + 1) if step + 1 < run.steps else None
+            yield batches
+
+
+@contextmanager
+def _last_good(run: _Run) -> Iterator[None]:
+    """Name the step and the last good state in what stops a run."""
+    try:
+        yield
+    except MoesaicError as error:
+        states = list_states(run.states)
+        good = f"the last good state is {states[-1]}" if states else "no state was saved before"
+        raise MoesaicError(f"step {run.step + 1}: {error}; {good}") from error
+
+
+def _step(run: _Run, batches: list[PackedBatch]) -> None:
+    started = time.perf_counter()
+    rate = learning_rate(run.step, run.steps, run.recipe.optimizer)
+    result = run_step(run.trainable, batches, step=run.step, rate=rate, num_domains=len(run.data.domains))
+    if not result.is_finite:
+        raise MoesaicError(
+            f"loss {result.loss:.4g} and gradient norm {result.gradient_norm:.4g} are not both finite; "
+            "a lower optimizer.lr or more optimizer.warmup_steps may help"
+        )
+    run.step, run.last = run.step + 1, result
+    timing = run.throughput.line(run.recipe.batch.tokens, time.perf_counter() - started)
+    line = step_line(result, step=run.step, tokens=run.tokens, rate=rate, domains=run.data.domains, timing=timing)
+    run.log.write(line)
+    run.console.step(line)
+
+
+def _validate(run: _Run) -> None:
+    run.validation = validate(run.trainable, run.held_out)
+    run.log.write(validation_line(run.validation, step=run.step, tokens=run.tokens))
+    run.console.validation(run.validation, run.step)
+
+
+def _save(run: _Run) -> None:
+    state = RunState(
+        step=run.step,
+        metrics_bytes=run.log.sync(),
+        validation=None if run.validation is None else {name: asdict(loss) for name, loss in run.validation.items()},
+        recipe=recipe_values(run.recipe),
+    )
+    save_state(
+        run.states,
+        state,
+        weights=_weights(run.trainable),
+        optimizer=_optimizer_tensors(run.trainable),
+        config=run.trainable.model.config,
+        world=run.world,
+    )
+    if run.world.is_main:
+        prune_states(run.states, run.recipe.checkpoint.keep)
+    run.world.barrier()
+
+
+def _finish(run: _Run, quiet: bool) -> None:
+    """Write the checkpoint, on the main rank; the others hand it their shards."""
+    if run.last is None and (read_provenance(run.out) or {}).get("steps") == run.step:
+        notice(f"{run.out}: was finished before, after {run.step:,} steps; a larger budget would go on", quiet=quiet)
+        return
+    tensors = gather(_weights(run.trainable), DTYPES[run.recipe.precision], keep=run.world.is_main)
+    if run.world.is_main:
+        write_result(
+            run.recipe,
+            run.out,
+            trained=run.trainable.model,
+            tensors=tensors,
+            tokenizer=run.tokenizer,
+            steps=run.step,
+            validation=run.validation or {},
+        )
+        notice(f"wrote {run.out}", quiet=quiet)
+    run.world.barrier()
