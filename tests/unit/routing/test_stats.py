@@ -44,10 +44,9 @@ def check_fields(one: RoutingStats, two: RoutingStats, exact: tuple[str, ...] = 
 def test_statistics_against_a_loop():
     context, decisions = make(RuleConfig(rule="document_pool", pool_size=(2, 4)))
     stats = measure_stats(decisions, context.token_mask_T, pairs=True)
-    double = {"dtype": torch.float64}
-    counts, pairs = torch.zeros(LAYERS, EXPERTS, dtype=int), torch.zeros(LAYERS, EXPERTS, EXPERTS, dtype=int)  # pyright: ignore
-    probability, weight = torch.zeros(LAYERS, EXPERTS, **double), torch.zeros(LAYERS, EXPERTS, **double)
-    entropy, tokens = torch.zeros(LAYERS, **double), 0
+    counts, pairs = torch.zeros(LAYERS, EXPERTS).long(), torch.zeros(LAYERS, EXPERTS, EXPERTS).long()
+    probability, weight = torch.zeros(LAYERS, EXPERTS).double(), torch.zeros(LAYERS, EXPERTS).double()
+    entropy, tokens = torch.zeros(LAYERS).double(), 0
     for layer, decision in enumerate(decisions):
         assert decision.allowed_TE is not None
         for t, real in enumerate(context.token_mask_T.tolist()):
