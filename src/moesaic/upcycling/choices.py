@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moesaic.errors import MoesaicError
 from moesaic.upcycling.method import ExpertSpec, Method
 from moesaic.upcycling.methods import METHODS
-from moesaic.upcycling.recipe import RouterInit, RoutingRule, SharedWeights, UpcycleRecipe, Weighting
+from moesaic.upcycling.recipe import RouterInit, RoutingRule, Scale, SharedWeights, UpcycleRecipe, Weighting
 from moesaic.upcycling.scale import Factors, factors
 
 DEFAULT_EXPERTS = 8
@@ -53,6 +53,7 @@ class Choices:
     """The resolved numbers, and one sentence for each thing the user should know."""
 
     layer: LayerSpec
+    scale: Scale
     shared_weights: SharedWeights
     notices: tuple[str, ...]
 
@@ -79,6 +80,9 @@ def choose(
     routing = _routing(recipe, method, experts, shards)
     top_k = _top_k(recipe, experts, shards, routing)
     router_init, notices = _router(recipe, method, experts, shards, top_k, routing)
+    scale = recipe.scale if method.scaled else "none"
+    if recipe.scale == "paper" and not method.scaled:
+        notices = (*notices, f"--scale paper: not applied, --method {method.name} keeps its initial standard deviation")
     sizes = {"experts": experts, "top_k": top_k, "shards": shards, "shared": recipe.shared_experts}
     layer = LayerSpec(
         method=method,
@@ -92,7 +96,7 @@ def choose(
         weighting=recipe.weighting,
         router_init=router_init,
         router_std=recipe.router_std,
-        factors=factors(scale=recipe.scale, weighting=recipe.weighting, **sizes),
+        factors=factors(scale=scale, weighting=recipe.weighting, **sizes),
         exact_factors=factors(scale="exact", weighting=recipe.weighting, **sizes),
         expert=ExpertSpec(
             hidden=hidden,
@@ -104,7 +108,7 @@ def choose(
             drop_indices=recipe.drop_indices,
         ),
     )
-    return Choices(layer=layer, shared_weights=_shared_weights(recipe, method), notices=notices)
+    return Choices(layer=layer, scale=scale, shared_weights=_shared_weights(recipe, method), notices=notices)
 
 
 def _specialists(recipe: UpcycleRecipe, method: Method) -> int:

@@ -37,13 +37,16 @@ class ExpertWeights:
         assert rest == 0, (self.intermediate, shards)
         assert 0 <= shard < shards, (shard, shards)
         rows = slice(shard * width, (shard + 1) * width)
+        bias = self.down_bias_D
+        if bias is not None:
+            bias = bias.to(torch.promote_types(bias.dtype, torch.float32)) / shards  # a third of it rounds in bf16
         return type(self)(
             gate_ID=self.gate_ID[..., rows, :],
             up_ID=self.up_ID[..., rows, :],
             down_DI=self.down_DI[..., rows],
             gate_bias_I=None if self.gate_bias_I is None else self.gate_bias_I[..., rows],
             up_bias_I=None if self.up_bias_I is None else self.up_bias_I[..., rows],
-            down_bias_D=None if self.down_bias_D is None else self.down_bias_D / shards,
+            down_bias_D=bias,
         )
 
     def scale(self, *, gate_up: float, down: float) -> Self:

@@ -77,6 +77,8 @@ class Method:
     default_routing: RoutingRule
     auto_router: Mapping[RoutingRule, RouterInit]
     """Per routing rule, the router initialisation that keeps the strongest statement, where its conditions hold."""
+    scaled: bool
+    """Whether `--scale` applies; experts from scratch keep the architecture's own standard deviation."""
     reinit: bool
     """Whether everything else may be drawn at random too (`--shared-weights reinit`)."""
     preserves: bool

@@ -97,6 +97,7 @@ def _filled_in(
         top_k=layer.top_k,
         routing=layer.routing,
         router_init=layer.router_init,
+        scale=chosen.scale,
         shared_weights=chosen.shared_weights,
     )
 

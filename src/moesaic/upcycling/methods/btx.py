@@ -18,6 +18,7 @@ BTX = Method(
     whole_groups=True,
     default_routing="topk",
     auto_router={"topk": "random", "one_per_group": "random"},
+    scaled=True,
     reinit=False,
     preserves=True,
     copies=copied,

@@ -18,6 +18,7 @@ DIVMOE = Method(
     whole_groups=True,
     default_routing="one_per_group",
     auto_router={"topk": "latin_square", "one_per_group": "latin_square"},
+    scaled=True,
     reinit=False,
     preserves=True,
     copies=copied,

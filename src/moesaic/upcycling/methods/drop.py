@@ -69,6 +69,7 @@ DROP = Method(
     whole_groups=False,
     default_routing="topk",
     auto_router={"topk": "random", "one_per_group": "random"},
+    scaled=True,
     reinit=False,
     preserves=False,
     make=make,

@@ -41,6 +41,7 @@ SCRATCH = Method(
     whole_groups=False,
     default_routing="topk",
     auto_router={"topk": "random", "one_per_group": "random"},
+    scaled=False,
     reinit=True,
     preserves=False,
     make=make,

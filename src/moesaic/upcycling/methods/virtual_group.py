@@ -19,6 +19,7 @@ VIRTUAL_GROUP = Method(
     default_routing="topk",
     # Tied rows under one_per_group would pick shard 0 of every group; the latin square spreads the shards there.
     auto_router={"topk": "tied", "one_per_group": "latin_square"},
+    scaled=True,
     reinit=False,
     preserves=True,
     copies=copied,
