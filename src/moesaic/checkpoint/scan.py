@@ -19,8 +19,8 @@ from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.pio import explained, read_into
 from moesaic.errors import MoesaicError
 
-BLOCK_BYTES = 256 << 10
-"""Read, checked and hashed while it is in the second-level cache; 256 KiB to 512 KiB measured fastest."""
+BLOCK_BYTES = 512 << 10
+"""Read, checked and hashed while it is in the cache; 256 KiB to 1 MiB measured within 20% of each other."""
 
 _TICK_BYTES = 32 << 20
 
