@@ -26,7 +26,7 @@ def model_card(
         "",
         f"- {parameters.total:,} parameters, {parameters.active:,} active per token{experts}",
         f"- {steps:,} steps of {recipe.batch.tokens:,} tokens, sequences of {recipe.data.sequence_length:,}",
-        f"- routing during training: `{recipe.routing.rule or 'the model own rule'}`",
+        f"- routing during training: {recipe.routing.rule or 'as at inference'}",
         "",
     ]
     if validation:

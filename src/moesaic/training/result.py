@@ -109,7 +109,6 @@ def write_result(
     card = model_card(recipe, parameters=parameters, steps=steps, validation=validation)
     with explained(aside):
         (aside / "README.md").write_text(card, encoding="utf-8")
-    routing = None if trained.installation is None else trained.installation.to_record()
     write_provenance(
         aside,
         verb="train",
@@ -117,9 +116,17 @@ def write_result(
         seed=recipe.seed,
         sources=sources,
         weights_hash=digest,
-        extra={"steps": steps, "tokens": steps * recipe.batch.tokens, "routing": routing},
+        extra={"steps": steps, "tokens": steps * recipe.batch.tokens, "routing": _routing_record(trained)},
     )
     _move(aside, out)
+
+
+def _routing_record(trained: TrainedModel) -> dict[str, Any] | None:
+    """What `load` reinstalls; nothing where the routers are as the checkpoint makes them."""
+    installation = trained.installation
+    if installation is None or (installation.config.rule is None and installation.selection_bias is None):
+        return None
+    return installation.to_record()
 
 
 def _write_weights(tensors: Mapping[str, Tensor], folder: Path) -> str:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -155,6 +156,7 @@ def _write(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
         raise next(failure for failure, _ in error.failures.values()) from error
 
 
+@torch.no_grad()
 def _read(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
     chunks = {name: _contiguous(tensor) for name, tensor in tensors.items()}
     with _one_process_is_meant():
@@ -162,7 +164,7 @@ def _read(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
     for name, tensor in tensors.items():
         chunk = chunks[name]
         if isinstance(tensor, DTensor) and isinstance(chunk, DTensor):
-            tensor.detach().to_local().copy_(chunk.redistribute(placements=tensor.placements).to_local())
+            tensor.to_local().copy_(chunk.redistribute(placements=tensor.placements).to_local())
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
