@@ -9,21 +9,24 @@ the base's own classes: attention, norms, rope, caching, generation and weight t
 the layers in ``config.moe_layers`` is replaced.
 
 Letters in the names of tensors: T tokens, D hidden size, E routed experts, K experts per token, I width of an expert,
-G groups of experts, M members of the largest group, A = T * K assignments of a token to an expert.
+G groups of experts, M members of the largest group, A = T * K assignments of a token to an expert, R rows (assignments)
+of one expert, H = 2 * I.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.generation import GenerationMixin
-from transformers.integrations import use_experts_implementation
-from transformers.integrations.moe import grouped_mm_experts_forward
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.generation.utils import GenerationMixin
+from transformers.integrations.moe import grouped_mm_experts_forward, use_experts_implementation
+from transformers.models.auto.configuration_auto import (
+    CONFIG_MAPPING,
+    CONFIG_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -119,6 +122,179 @@ def group_members(expert_groups: list[int]) -> list[list[int]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Experts on the CPU. The assignments are sorted by expert once; then each expert that was hit does all its work on its
+# own rows while they are in the cache. Fresh memory is dear (its page faults cost more than writing it), so of the
+# forward pass only gate and up are kept, and each weight gradient goes straight to its place in the stacked gradient.
+
+
+class _Assignments(NamedTuple):
+    order_A: Tensor  # sorted by expert: the assignment's position in the flattened (T, K)
+    token_A: Tensor  # its token
+    place_TK: Tensor  # the inverse of order_A
+    spans: list[tuple[int, int, int]]  # (expert, start, stop) of each expert that was hit
+    used: int  # assignments in the spans
+
+    def rows(self, values_A: Tensor, start: int, size: int, stop: int) -> Tensor:
+        """Return the values of one expert's assignments, followed by zeros up to ``size``."""
+        return F.pad(values_A[start:stop], (0, size - (stop - start)))
+
+
+def _sort_by_expert(ids_TK: Tensor, num_experts: int) -> _Assignments:
+    ids_A = ids_TK.reshape(-1)
+    order_A = ids_A.argsort(stable=True)
+    place_A = torch.empty_like(order_A)
+    place_A[order_A] = torch.arange(order_A.numel())
+    # Under expert parallelism the id `num_experts` marks an assignment to another rank: those sort to the end.
+    spans, start = [], 0
+    for expert, count in enumerate(ids_A.bincount(minlength=num_experts)[:num_experts].tolist()):
+        if count:
+            spans.append((expert, start, start + count))
+            start += count
+    return _Assignments(order_A, order_A // ids_TK.shape[1], place_A.view_as(ids_TK), spans, start)
+
+
+def _row_multiple(ids_TK: Tensor, weight_EXX: Tensor) -> int:
+    """Return the number that every expert's rows are padded to a multiple of.
+
+    oneDNN multiplies matrices of 16-bit floats and compiles code for each shape it has not seen lately (0.3 ms), so a
+    model that routes anew at every step would compile at every step. Other types do without, and so does decoding.
+    """
+    compiled = weight_EXX.dtype in (torch.bfloat16, torch.float16)
+    return 16 if compiled and ids_TK.numel() >= 16 * weight_EXX.shape[0] else 1
+
+
+def _linear(input_RX: Tensor, weight_EYX: Tensor, bias_EY: Tensor | None, expert: int) -> Tensor:
+    return F.linear(input_RX, weight_EYX[expert], None if bias_EY is None else bias_EY[expert])
+
+
+def _gated(act_fn: Callable[[Tensor], Tensor], gate_up_RH: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return ``act(gate) * up`` and the function that takes its gradient to the gradient of gate and up."""
+    gate_RI, up_RI = gate_up_RH.chunk(2, dim=-1)
+    with torch.enable_grad():
+        gate_RI = gate_RI.detach().requires_grad_()
+        active_RI = act_fn(gate_RI)
+
+    def pull_back(grad_RI: Tensor) -> Tensor:
+        grad_gate_up_RH = torch.empty_like(gate_up_RH)
+        grad_gate_RI, grad_up_RI = grad_gate_up_RH.chunk(2, dim=-1)
+        grad_gate_RI.copy_(torch.autograd.grad(active_RI, gate_RI, grad_RI * up_RI)[0])
+        torch.mul(grad_RI, active_RI.detach(), out=grad_up_RI)
+        return grad_gate_up_RH
+
+    return active_RI.detach() * up_RI, pull_back
+
+
+class _CpuExperts(torch.autograd.Function):
+    """``sum_k w_k * expert_k(x)`` with gradients for the tokens, the routing weights and all expert parameters."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        act_fn: Callable[[Tensor], Tensor],
+        keep: bool,
+        ids_TK: Tensor,
+        hidden_TD: Tensor,
+        weights_TK: Tensor,
+        gate_up_EHD: Tensor,
+        down_EDI: Tensor,
+        gate_up_bias_EH: Tensor | None,
+        down_bias_ED: Tensor | None,
+    ) -> Tensor:
+        assigned = _sort_by_expert(ids_TK, gate_up_EHD.shape[0])
+        multiple = _row_multiple(ids_TK, gate_up_EHD)
+        output_AD = hidden_TD.new_empty(ids_TK.numel(), hidden_TD.shape[1])
+        output_AD[assigned.used :] = 0
+        kept: list[Tensor] = []
+        with torch.autocast("cpu", enabled=False):
+            for expert, start, stop in assigned.spans:
+                size = -(-(stop - start) // multiple) * multiple
+                token_R = assigned.rows(assigned.token_A, start, size, stop)
+                gate_up_RH = _linear(hidden_TD.index_select(0, token_R), gate_up_EHD, gate_up_bias_EH, expert)
+                gate_RI, up_RI = gate_up_RH.chunk(2, dim=-1)
+                output_RD = _linear(act_fn(gate_RI) * up_RI, down_EDI, down_bias_ED, expert)
+                output_AD[start:stop] = output_RD[: stop - start]
+                if keep:
+                    kept.append(gate_up_RH)
+        if keep:
+            ctx.act_fn, ctx.assigned = act_fn, assigned
+            ctx.save_for_backward(hidden_TD, weights_TK, gate_up_EHD, down_EDI, gate_up_bias_EH, down_bias_ED, *kept)
+        # Gathers, weighs and sums at once; 16-bit floats are summed in fp32 and rounded once.
+        return F.embedding_bag(assigned.place_TK, output_AD, mode="sum", per_sample_weights=weights_TK)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        # Activation checkpointing lets the saved tensors be read once only.
+        saved = ctx.saved_tensors
+        hidden_TD, weights_TK, gate_up_EHD, down_EDI, *biases = saved[:6]
+        assigned, wanted = ctx.assigned, ctx.needs_input_grad
+        grads = [
+            torch.empty_like(parameter) if want else None
+            for parameter, want in zip((gate_up_EHD, down_EDI, *biases), wanted[5:], strict=True)
+        ]
+        weights_A = weights_TK.reshape(-1)[assigned.order_A]
+        grad_weights_A = torch.zeros_like(weights_A)
+        grad_hidden_AD = hidden_TD.new_empty(weights_A.numel(), hidden_TD.shape[1]) if wanted[3] else None
+        with torch.autocast("cpu", enabled=False):
+            for (expert, start, stop), gate_up_RH in zip(assigned.spans, saved[6:], strict=True):
+                size, count = gate_up_RH.shape[0], stop - start
+                # The rows beyond `count` repeat token 0 with the weight 0, so all their gradients are 0.
+                token_R = assigned.rows(assigned.token_A, start, size, stop)
+                weight_R1 = assigned.rows(weights_A, start, size, stop).unsqueeze(-1)
+                inner_RI, pull_back = _gated(ctx.act_fn, gate_up_RH)
+                grad_RD = grad_TD.index_select(0, token_R)
+                grad_inner_RI = grad_RD @ down_EDI[expert]
+                # d/dw = <grad, W @ inner + b> = <grad @ W, inner> + <grad, b>: the expert's output is not needed.
+                grad_weight_R = torch.linalg.vecdot(grad_inner_RI, inner_RI)
+                if biases[1] is not None:
+                    grad_weight_R = grad_weight_R + grad_RD @ biases[1][expert]
+                grad_weights_A[start:stop] = grad_weight_R[:count]
+                _store(grads[1], expert, grad_RD, inner_RI.mul_(weight_R1))
+                _store(grads[3], expert, grad_RD, weight_R1)
+                grad_gate_up_RH = pull_back(grad_inner_RI.mul_(weight_R1))
+                _store(grads[0], expert, grad_gate_up_RH, hidden_TD.index_select(0, token_R))
+                _store(grads[2], expert, grad_gate_up_RH, torch.ones_like(weight_R1))
+                if grad_hidden_AD is not None:
+                    grad_hidden_AD[start:stop] = (grad_gate_up_RH @ gate_up_EHD[expert])[:count]
+        _zero_unused(grads, assigned.spans)
+        grad_hidden_TD = None
+        if grad_hidden_AD is not None:
+            grad_hidden_AD[assigned.used :] = 0
+            grad_hidden_TD = F.embedding_bag(assigned.place_TK, grad_hidden_AD, mode="sum")
+        grad_weights_TK = grad_weights_A[assigned.place_TK]
+        return None, None, None, grad_hidden_TD, grad_weights_TK, *grads
+
+
+def _store(grad_EYX: Tensor | None, expert: int, grad_RY: Tensor, input_RX: Tensor) -> None:
+    """Write the gradient of one expert's parameter; that of a bias is the gradient of a weight on the input 1."""
+    if grad_EYX is not None:
+        torch.mm(grad_RY.t(), input_RX, out=grad_EYX[expert].view(grad_RY.shape[1], -1))
+
+
+def _zero_unused(grads: list[Tensor | None], spans: list[tuple[int, int, int]]) -> None:
+    used = {expert for expert, _, _ in spans}
+    for grad in grads:
+        if grad is not None:
+            for expert in set(range(grad.shape[0])) - used:
+                grad[expert].zero_()
+
+
+def cpu_experts_forward(experts: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Return the weighted sum over the chosen experts, (tokens, D); fast on the CPU, forward and backward.
+
+    Under autocast, tokens and parameters are cast as ``F.linear`` would cast them, and so is the result.
+    """
+    bias = (experts.gate_up_proj_bias, experts.down_proj_bias) if experts.has_bias else (None, None)
+    parameters = [experts.gate_up_proj, experts.down_proj, *bias]
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        hidden_TD = hidden_TD.to(dtype)
+        parameters = [parameter if parameter is None else parameter.to(dtype) for parameter in parameters]
+    weights_TK = weights_TK.to(hidden_TD.dtype)
+    return _CpuExperts.apply(experts.act_fn, torch.is_grad_enabled(), ids_TK, hidden_TD, weights_TK, *parameters)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Modules.
 
 
@@ -188,7 +364,11 @@ class MoesaicExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum over the chosen experts' outputs, (tokens, D)."""
-        return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        # This is what transformers calls the "eager" implementation, and our default: by device. Others ("grouped_mm",
+        # "batched_mm", ...) can be chosen by `experts_implementation`.
+        on_cpu = hidden_states.device.type == "cpu" and not torch.compiler.is_compiling()
+        forward = cpu_experts_forward if on_cpu else grouped_mm_experts_forward
+        return forward(self, hidden_states, top_k_index, top_k_weights)
 
 
 class MoesaicSharedExpert(nn.Module):
