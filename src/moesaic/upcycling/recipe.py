@@ -57,7 +57,7 @@ class UpcycleRecipe:
     router_std: float = 0.02
     """Standard deviation of random router rows (of the base rows, for `tied` and `latin_square`)."""
     scale: Scale = "exact"
-    """`exact`: down_proj times what the weighting takes away; `paper`: equation 5 of DivMoE; `none`. Not for scratch."""
+    """`exact`: down_proj times what the weighting takes; `paper`: equation 5 of DivMoE; `none`. Not for scratch."""
     shared_weights: SharedWeights | None = None
     """Everything that does not become an expert. Default: `mean` for `btx` and `divmoe`, else `base`."""
     drop_ratio: float = 0.5
