@@ -16,7 +16,7 @@ PADDING = 0
 
 
 def naive_stream(documents: list[list[int]], masked: list[set[int]], seed: int, stream: int, num_tokens: int) -> list:
-    """(token, masked, starts a document) one by one; the order of the documents is the only thing taken from the code."""
+    """(token, masked, starts a document) one by one; only the order of the documents is taken from the code."""
     offsets = np.cumsum([0, *map(len, documents)])
     order = DocumentStream(offsets, seed=seed, stream=stream)
     out = []

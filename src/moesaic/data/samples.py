@@ -26,7 +26,7 @@ class Sample:
     """The place it came from, for messages."""
 
 
-def make_samples(record: Record, source: SourceRecipe, render_chat: RenderChat, vocab_size: int) -> list[Sample]:
+def make_samples(record: Record, source: SourceRecipe, render_chat: RenderChat | None, vocab_size: int) -> list[Sample]:
     """The documents of a record: one, or none where its text is empty (a chat may give several, see `ChatRenderer`).
 
     Raises `MoesaicError` with the record's place for a field that is missing or has the wrong type.
@@ -36,6 +36,7 @@ def make_samples(record: Record, source: SourceRecipe, render_chat: RenderChat, 
             raise missing_field(record.where, name, record.fields)
     values = [record.fields[name] for name in source.fields]
     if source.kind == "chat":
+        assert render_chat is not None
         return render_chat(_checked_messages(values[0], source.fields[0], record.where), record.where)
     if source.kind == "tokens":
         ids = _checked_ids(values[0], source.fields[0], record.where, vocab_size)

@@ -82,7 +82,7 @@ def _build(
             empty += not made
             yield from made
 
-    render_chat = encoder.render_chat if source.kind == "chat" else _no_chat
+    render_chat = encoder.render_chat if source.kind == "chat" else None
     with progress(total, label=f"tokenising {source.path}", quiet=quiet) as tick:
         documents = _at_least_one(_encode_all(samples(tick), encoder), source.path)
         meta = {"source": source.path, "kind": source.kind}
@@ -90,10 +90,6 @@ def _build(
     if empty:
         notice(f"{source.path}: {empty} empty documents left out", quiet=quiet)
     return cache
-
-
-def _no_chat(_messages: list[dict[str, Any]], where: str) -> list[Sample]:
-    raise AssertionError(where)
 
 
 def _encode_all(samples: Iterator[Sample], encoder: Encoder) -> Iterator[Document]:

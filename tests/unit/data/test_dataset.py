@@ -1,5 +1,6 @@
 import dataclasses
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def test_document_ids_are_dense_and_one_per_piece(make_data):
     assert (ids.diff() >= 0).all()
     for row_ids, row_positions in zip(batch.document_ids_BS, batch.position_ids_BS, strict=True):
         starts = [0, *((row_ids.diff() != 0).nonzero().flatten() + 1).tolist(), len(row_ids)]
-        expected = [position for a, b in zip(starts, starts[1:], strict=False) for position in range(b - a)]
+        expected = [position for a, b in pairwise(starts) for position in range(b - a)]
         assert row_positions.tolist() == expected
     first_of_row = batch.document_ids_BS[:, 0].tolist()
     assert len(set(first_of_row)) == len(first_of_row)  # a document cut by the boundary counts as two
@@ -78,7 +79,7 @@ def test_each_source_is_used_up_before_any_of_it_repeats(make_data, weights):
     dataset = PackedDataset(data, seed=0, sequences_per_step=5)
     tokens = real_tokens(dataset, range(60))
     ends = np.cumsum([sum(of_source) for of_source in lengths])
-    for source, (low, high) in enumerate(zip([0, *ends], ends, strict=False)):
+    for source, (low, high) in enumerate(pairwise([0, *ends])):
         mine = [token for token in tokens if low < token <= high]
         size = int(high - low)
         assert len(mine) > 2 * size

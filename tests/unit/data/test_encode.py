@@ -1,5 +1,9 @@
+from types import SimpleNamespace
+from typing import cast
+
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from moesaic.data.chat import ChatRenderer
 from moesaic.data.encode import Encoder
@@ -26,7 +30,10 @@ FORGETFUL = (
     "(think)\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 def encode(tokenizer, fields, **options):
@@ -152,6 +159,7 @@ def test_a_template_with_a_clock_always_shows_the_same_day(new_tokenizer):
     tokenizer = new_tokenizer(template + MARKED)
     (sample,) = ChatRenderer(tokenizer)(CHAT, "x")
     assert sample.text.startswith("01 Jan 2025|2025-01-01<|im_start|>system")
+    assert sample.trained is not None
     assert [sample.text[a:b] for a, b in sample.trained] == ["  four, 四 <|im_end|>", "eight<|im_end|>"]
     (sample,) = ChatRenderer(new_tokenizer(template + PLAIN))(CHAT, "x")
     assert sample.text.startswith("01 Jan 2025|2025-01-01system: Be brief.")
@@ -217,4 +225,4 @@ def test_tokenizers_that_cannot_be_used(new_tokenizer):
     with pytest.raises(MoesaicError, match="no end-of-sequence token"):
         Encoder(tokenizer)
     with pytest.raises(MoesaicError, match="not a fast tokenizer"):
-        Encoder(type("Slow", (), {"name_or_path": "slow"})())
+        Encoder(cast(PreTrainedTokenizerBase, SimpleNamespace(name_or_path="slow")))

@@ -144,9 +144,9 @@ def test_unreadable(tmp_path):
 
 def test_a_file_that_vanishes(tmp_path):
     gone = DataFile(path=tmp_path / "gone.jsonl", format="jsonl", size=3)
-    with pytest.raises(MoesaicError, match="gone.jsonl: cannot be read"):
+    with pytest.raises(MoesaicError, match=r"gone.jsonl: cannot be read"):
         list(read_records(gone, ("text",), lambda _amount: None))
-    with pytest.raises(MoesaicError, match="gone.jsonl: cannot be read"):
+    with pytest.raises(MoesaicError, match=r"gone.jsonl: cannot be read"):
         hash_files((gone,), label="x", quiet=True)
 
 

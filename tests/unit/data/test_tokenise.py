@@ -157,7 +157,7 @@ def test_data_that_changes_while_it_is_read_is_refused(corpus, tokenizer, tmp_pa
         corpus.write_bytes(corpus.read_bytes() + b'{"text": "late"}\n')
 
     monkeypatch.setattr(module, "read_records", read_and_change)
-    with pytest.raises(MoesaicError, match="a.jsonl: the data changed while it was read"):
+    with pytest.raises(MoesaicError, match=r"a.jsonl: the data changed while it was read"):
         tokenise(source(corpus), Encoder(tokenizer), tmp_path / "c")
     assert folders(tmp_path / "c") == []
 
@@ -267,6 +267,7 @@ def test_prepare_makes_every_source(corpus, write_jsonl, tokenizer, tmp_path, ca
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tokenizer, tmp_path):
     """Peak memory of tokenising 2 MB and 16 MB of text, each in a process of its own."""
     tokenizer.save_pretrained(tmp_path / "tokenizer")

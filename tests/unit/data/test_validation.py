@@ -28,11 +28,9 @@ def test_every_token_once_whatever_the_number_of_ranks(make_data, world_size):
 def test_documents_that_fit_are_not_cut(make_data):
     data = make_data(LENGTHS, sequence_length=16)
     rows_of = {}
-    row = 0
-    for batch in validation_sets(data)[0].batches(1):
+    for row, batch in enumerate(validation_sets(data)[0].batches(1)):
         for document in batch.document_ids_BS[batch.document_ids_BS >= 0].unique().tolist():
             rows_of.setdefault(document, []).append(row)
-        row += 1
     assert {document: len(rows) for document, rows in rows_of.items()} == {
         document: 2 if length > 16 else 1 for document, length in enumerate(LENGTHS[0])
     }
