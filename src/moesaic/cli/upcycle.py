@@ -149,8 +149,19 @@ def _flags(settings: Settings) -> dict[str, Any]:
     specialists = given.pop("specialist")
     given = {key: value for key, value in given.items() if value is not None}
     if specialists:
-        given["specialists"] = [_specialist(text) for text in specialists]
+        given["specialists"] = _specialists(specialists)
     return given
+
+
+def _specialists(texts: tuple[str, ...]) -> list[dict[str, str]]:
+    given: dict[str, dict[str, str]] = {}
+    for text in texts:
+        specialist = _specialist(text)
+        name = specialist["name"]
+        if name in given:
+            raise MoesaicError(f"--specialist {text}: the name {name!r} is given twice; use a different one for each")
+        given[name] = specialist
+    return list(given.values())
 
 
 def _specialist(text: str) -> dict[str, str]:
