@@ -158,3 +158,30 @@ def save_tiny_gemma3_wrapper(
     model = tiny_gemma3_wrapper(num_layers=num_layers, dtype=dtype, seed=seed, **text_changes)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def tiny_moe_config(base: str, *, tied: bool = False, num_layers: int = 2, **changes: Any) -> PreTrainedConfig:
+    """A tiny configuration of our MoE architecture on ``base``: 6 experts, 2 per token; ``changes`` as above."""
+    from moesaic.modeling import class_names
+
+    moe = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    mlp_bias = changes.pop("mlp_bias", False)
+    dense = tiny_config(base, tied=tied, mlp_bias=mlp_bias, num_layers=num_layers).to_dict()
+    names = class_names(base)
+    del dense["model_type"], dense["architectures"]
+    return AutoConfig.for_model(names["model_type"], **(dense | moe | {"expert_mlp_bias": mlp_bias} | changes))
+
+
+def tiny_moe_model(
+    base: str,
+    *,
+    tied: bool = False,
+    num_layers: int = 2,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **changes: Any,
+) -> PreTrainedModel:
+    """A tiny random MoE model on ``base`` in evaluation mode."""
+    model = AutoModelForCausalLM.from_config(tiny_moe_config(base, tied=tied, num_layers=num_layers, **changes))
+    randomize(model, seed)
+    return model.to(dtype=dtype).eval()
