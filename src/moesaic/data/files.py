@@ -33,6 +33,11 @@ class DataFile:
     size: int
     """Bytes on disk."""
 
+    @property
+    def compression(self) -> str:
+        """The ending that says how the file is compressed, or nothing."""
+        return self.path.suffix if self.path.suffix in COMPRESSED else ""
+
 
 def find_files(source: SourceRecipe, *, quiet: bool = False) -> tuple[DataFile, ...]:
     """The files of a source that is a file or a folder, in the order of their paths below it.
@@ -83,7 +88,7 @@ def _hash(path: Path, tick: Tick) -> str:
 
 def _data_file(path: Path, kind: Format) -> DataFile:
     size = path.stat().st_size
-    if size == 0:
+    if size == 0 and kind != "text":  # an empty text is an empty document, which is counted
         raise MoesaicError(f"{path}: the file is empty; remove it from the data")
     return DataFile(path=path, format=kind, size=size)
 

@@ -41,7 +41,7 @@ def tokenise(source: SourceRecipe, encoder: Encoder, root: Path, *, quiet: bool 
         return _build(source, encoder, folder, lambda tick: _hub_records(hub, tick), total=None, quiet=quiet)
     files = find_files(source, quiet=quiet)
     hashes = hash_files(files, label=f"hashing {source.path}", quiet=quiet)
-    content = [[file.format, digest] for file, digest in zip(files, hashes, strict=True)]
+    content = [[file.format, file.compression, digest] for file, digest in zip(files, hashes, strict=True)]
     folder = root / _cache_name(source, encoder, content)
     if folder.exists():
         return open_cache(folder)

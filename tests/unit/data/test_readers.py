@@ -67,6 +67,12 @@ def test_a_folder_of_text_files_is_one_document_each(tmp_path, capsys):
     assert len(read(tmp_path, format="text")) == 4
 
 
+def test_an_empty_text_file_is_an_empty_document(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"")
+    (tmp_path / "b.txt").write_bytes(b"b")
+    assert [record.fields["text"] for record in read(tmp_path)] == ["", "b"]
+
+
 def test_ticks_add_up_to_the_bytes_on_disk(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(PLAIN))
     write_parquet(tmp_path / "b.parquet", pa.Table.from_pylist(RECORDS))
