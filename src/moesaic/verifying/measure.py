@@ -1,0 +1,182 @@
+"""Measuring: the dense model's hidden states and logits first, then the MoE layers on those same hidden states.
+
+The two models are in memory one after the other; between them only hidden states and logits are kept.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from moesaic.verifying.report import LayerMeasure
+
+Identity = Callable[["LayerView"], Tensor | None]
+"""What a statement says the routed part of a layer's output is, (tokens, D); None where it can't be computed."""
+
+_TINY = 1e-3
+"""Tokens whose FFN output is below this share of the mean are compared with that share: 0/0 says nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseRun:
+    """What is kept of the dense model: per measured layer the FFN's input and output, and all logits, in fp32."""
+
+    hidden_TD: dict[int, Float[Tensor, "tokens hidden"]]
+    ffn_TD: dict[int, Float[Tensor, "tokens hidden"]]
+    logits_BLV: Float[Tensor, "sequences length vocab"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerView:
+    """One MoE layer's behaviour on the dense model's hidden states; float32 on the CPU."""
+
+    layer: int
+    hidden_TD: Float[Tensor, "tokens hidden"]
+    ffn_TD: Float[Tensor, "tokens hidden"]
+    logits_TE: Float[Tensor, "tokens experts"]
+    weights_TK: Float[Tensor, "tokens top_k"]
+    ids_TK: Int[Tensor, "tokens top_k"]
+    routed_TD: Float[Tensor, "tokens hidden"]
+    output_TD: Float[Tensor, "tokens hidden"]
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the decoder layers of a causal language model, also inside a multimodal wrapper."""
+    decoder: Any = model.get_decoder()  # pyright: ignore[reportCallIssue]
+    return getattr(decoder, "language_model", decoder).layers
+
+
+@torch.no_grad()
+def run_dense(
+    model: nn.Module, tokens_BL: Tensor, layers: Sequence[int], batch_size: int, tick: Callable[[float], None]
+) -> DenseRun:
+    """Run the dense model and keep what the comparison needs."""
+    inputs: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    outputs: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+
+    def keep(layer: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            inputs[layer].append(_rows(args[0]))
+            outputs[layer].append(_rows(output))
+
+        return hook
+
+    blocks = decoder_layers(model)
+    handles = [blocks[layer].mlp.register_forward_hook(keep(layer)) for layer in layers]  # pyright: ignore
+    try:
+        logits = torch.cat(list(_logits(model, tokens_BL, batch_size, tick)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return DenseRun(
+        hidden_TD={layer: torch.cat(rows) for layer, rows in inputs.items()},
+        ffn_TD={layer: torch.cat(rows) for layer, rows in outputs.items()},
+        logits_BLV=logits,
+    )
+
+
+@torch.no_grad()
+def compare_logits(
+    model: nn.Module, tokens_BL: Tensor, dense: DenseRun, batch_size: int, tick: Callable[[float], None]
+) -> tuple[float, float, float]:
+    """Return the largest absolute logit difference and the perplexities of the dense model and of `model`."""
+    difference, ours, theirs, start = 0.0, [], [], 0
+    for logits_BLV in _logits(model, tokens_BL, batch_size, tick):
+        stop = start + len(logits_BLV)
+        reference_BLV, tokens = dense.logits_BLV[start:stop], tokens_BL[start:stop]
+        difference = max(difference, _nan_is_infinite((logits_BLV - reference_BLV).abs().max()))
+        ours.append(_cross_entropy(logits_BLV, tokens))
+        theirs.append(_cross_entropy(reference_BLV, tokens))
+        start = stop
+    return difference, torch.cat(theirs).mean().exp().item(), torch.cat(ours).mean().exp().item()
+
+
+@torch.no_grad()
+def view_layer(block: Any, layer: int, dense: DenseRun) -> LayerView:
+    """Send the dense model's hidden states of one layer through the MoE block that replaced its FFN."""
+    weight = block.gate.weight
+    hidden_TD = dense.hidden_TD[layer].to(weight.device, weight.dtype)
+    logits_TE, weights_TK, ids_TK = block.gate(hidden_TD)
+    output_TD = block(hidden_TD[None])
+    routed_TD = output_TD if block.shared_expert is None else block.experts(hidden_TD, ids_TK, weights_TK)
+    return LayerView(
+        layer=layer,
+        hidden_TD=dense.hidden_TD[layer],
+        ffn_TD=dense.ffn_TD[layer],
+        logits_TE=_rows(logits_TE),
+        weights_TK=_rows(weights_TK),
+        ids_TK=ids_TK.cpu(),
+        routed_TD=_rows(routed_TD),
+        output_TD=_rows(output_TD),
+    )
+
+
+def measure_layer(
+    view: LayerView, *, shards: int, groups_E: Tensor | None, identity: Identity | None, rho: Identity | None
+) -> LayerMeasure:
+    """Reduce one layer's view to the figures of the report.
+
+    Args:
+        view: the layer's behaviour.
+        shards: M; expert e holds shard e mod M.
+        groups_E: group of each expert, None for plain top-k.
+        identity: what the routed part should be, where a statement says something else than y = FFN(x).
+        rho: the factor of statement N2, (tokens, 1), where it applies.
+    """
+    expected_TD = identity(view) if identity else None
+    factor = rho(view) if rho else None
+    return LayerMeasure(
+        layer=view.layer,
+        error=_relative(view.output_TD - view.ffn_TD, view.ffn_TD).mean().item(),
+        norm_ratio=_relative(view.output_TD, view.ffn_TD).mean().item(),
+        coverage=_coverage(view.ids_TK, shards),
+        identity_error=None
+        if expected_TD is None
+        else _relative(view.routed_TD - expected_TD, expected_TD).mean().item(),
+        rho=None if factor is None else factor.mean().item(),
+        weight_sum_error=(view.weights_TK.sum(-1) - 1).abs().max().item(),
+        distinct=None if groups_E is None else _all_different(groups_E[view.ids_TK]).float().mean().item(),
+    )
+
+
+def _coverage(ids_TK: Tensor, shards: int) -> float | None:
+    """Return the share of tokens whose experts hold every shard at least once."""
+    if shards == 1:
+        return None
+    present_TM = torch.zeros(len(ids_TK), shards, dtype=torch.bool).scatter_(1, ids_TK % shards, True)
+    return present_TM.all(-1).float().mean().item()
+
+
+def _all_different(values_TK: Tensor) -> Tensor:
+    ordered_TK = values_TK.sort(-1).values
+    return (ordered_TK[:, 1:] != ordered_TK[:, :-1]).all(-1)
+
+
+def _relative(value_TD: Tensor, reference_TD: Tensor) -> Tensor:
+    """Return |value| / |reference| per token."""
+    size_T = reference_TD.norm(dim=-1)
+    return value_TD.norm(dim=-1) / size_T.clamp(min=_TINY * size_T.mean().item()).clamp(min=torch.finfo().tiny)
+
+
+def _logits(
+    model: nn.Module, tokens_BL: Tensor, batch_size: int, tick: Callable[[float], None]
+) -> Iterator[Float[Tensor, "sequences length vocab"]]:
+    device = next(model.parameters()).device
+    for batch in tokens_BL.split(batch_size):
+        yield model(input_ids=batch.to(device), use_cache=False).logits.float().cpu()
+        tick(batch.numel())
+
+
+def _rows(value: Tensor) -> Tensor:
+    return value.detach().reshape(-1, value.shape[-1]).float().cpu()
+
+
+def _cross_entropy(logits_BLV: Tensor, tokens_BL: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits_BLV[:, :-1].flatten(0, 1), tokens_BL[:, 1:].flatten(), reduction="none")
+
+
+def _nan_is_infinite(value: Tensor) -> float:
+    return value.item() if value.isfinite() else float("inf")

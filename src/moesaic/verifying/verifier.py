@@ -1,0 +1,165 @@
+"""`verify`: read the claim, run the dense model, then the MoE on the same hidden states, and compare."""
+
+import gc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.checkpoint.provenance import PROVENANCE_FILE, TOKENIZER_FILES, fingerprint, side_files
+from moesaic.checkpoint.source import Checkpoint, open_checkpoint
+from moesaic.errors import MoesaicError
+from moesaic.families.dense import DenseModel, detect
+from moesaic.loading import load, load_tokenizer
+from moesaic.progress import notice, progress
+from moesaic.verifying.checks import checks_for
+from moesaic.verifying.claim import Claim, read_claim
+from moesaic.verifying.identities import from_specialists, rho, scaled_dense
+from moesaic.verifying.measure import (
+    Identity,
+    compare_logits,
+    decoder_layers,
+    measure_layer,
+    run_dense,
+    view_layer,
+)
+from moesaic.verifying.report import LayerMeasure, VerifyReport
+from moesaic.verifying.text import default_text, random_tokens, read_text, text_tokens
+
+
+def verify(
+    source: str | Path,
+    target: str | Path,
+    *,
+    text: str | Path | None = None,
+    device: str | None = None,
+    batch_size: int = 1,
+    dtype: str | None = None,
+    quiet: bool = False,
+) -> VerifyReport:
+    """Say which statement about an upcycled checkpoint applies, and measure it on up to 1,000 tokens.
+
+    Args:
+        source: the dense base that the target was made from: folder, or hub id `org/name[@revision]`.
+        target: the checkpoint that `upcycle` wrote.
+        text: UTF-8 file to measure on. Default: docstrings of Python's own library. Without a tokenizer: random tokens.
+        device: `cpu`, `cuda`, ... Default: cuda if there is one, else cpu.
+        batch_size: sequences of 250 tokens that run at once.
+        dtype: float32 (default), bfloat16, float16 or auto (the checkpoint's own), for both models.
+        quiet: no progress and no notices.
+
+    Returns:
+        The statement, the figures per layer and for the whole model, and whether the statement holds.
+
+    Raises:
+        MoesaicError: the target was not made by `upcycle`, or not from this source; a text that cannot be read.
+    """
+    if batch_size < 1:
+        raise MoesaicError(f"--batch-size {batch_size}: must be at least 1")
+    base, moe = detect(open_checkpoint(source)), open_checkpoint(target)
+    claim = read_claim(base, moe)
+    tokens_BL, described = _tokens(base, moe, text)
+    notes = _notes(claim, base, quiet)
+    with progress(2 * tokens_BL.numel(), unit="tokens", label="verifying", quiet=quiet) as tick:
+        model = load(source, device=device, dtype=dtype or "float32")
+        run_dtype = model.dtype
+        dense = run_dense(model, tokens_BL, claim.moe_layers, batch_size, tick)
+        del model
+        gc.collect()
+        model = load(target, device=device, dtype=run_dtype)
+        difference, dense_perplexity, moe_perplexity = compare_logits(model, tokens_BL, dense, batch_size, tick)
+    specialists, more = _specialists(claim, base)
+    measures = _measure_layers(model, claim, dense, specialists)
+    largest_logit = dense.logits_BLV.abs().max().item()
+    stored = {base.dtype, *(info.dtype for name, info in moe.tensors.items() if ".experts." in name)}
+    return VerifyReport(
+        source=str(source),
+        target=str(target),
+        made=claim.made,
+        code=claim.code,
+        statement=claim.text,
+        tokens=tokens_BL.numel(),
+        text=described,
+        dtype=str(run_dtype).removeprefix("torch."),
+        layers=measures,
+        checks=checks_for(
+            claim,
+            measures,
+            run_dtype=str(run_dtype).removeprefix("torch."),
+            stored=stored,
+            logit_difference=difference / max(1.0, largest_logit / 50),
+            perplexities=(dense_perplexity, moe_perplexity),
+        ),
+        max_logit_difference=difference,
+        perplexity_source=dense_perplexity,
+        perplexity_target=moe_perplexity,
+        notes=(*notes, *more),
+    )
+
+
+def _tokens(base: DenseModel, target: Checkpoint, text: str | Path | None) -> tuple[Tensor, str]:
+    content = default_text() if text is None else read_text(text)
+    name = "Python's docstrings" if text is None else str(text)
+    for checkpoint in (base.checkpoint, target):
+        # Without any file transformers makes up an empty tokenizer for some families.
+        if side_files(checkpoint, TOKENIZER_FILES):
+            return text_tokens(load_tokenizer(checkpoint.path), content), name
+    if text is not None:
+        raise MoesaicError(
+            f"--text {text}: neither {base.checkpoint.name} nor {target.name} has a tokenizer; leave --text out to "
+            "measure on random tokens"
+        )
+    return random_tokens(base.vocab), "random token ids (there is no tokenizer)"
+
+
+def _notes(claim: Claim, base: DenseModel, quiet: bool) -> list[str]:
+    """Return what is wrong with the pair, as far as it can be measured all the same."""
+    if claim.base_hash is None or fingerprint(base.checkpoint) == claim.base_hash:
+        return []
+    message = (
+        f"the weights of {base.checkpoint.name} are not those that {PROVENANCE_FILE} records for the base: they have "
+        "changed, or this is another model"
+    )
+    notice(message, quiet=quiet)
+    return [message]
+
+
+def _specialists(claim: Claim, base: DenseModel) -> tuple[list[DenseModel] | None, list[str]]:
+    """Open the specialists that the statement is about; say so when they are not there any more."""
+    if claim.recipe is None or not claim.recipe.specialists:
+        return None, []
+    try:
+        return [base, *(detect(open_checkpoint(one.path)) for one in claim.recipe.specialists)], []
+    except MoesaicError as error:
+        return None, [f"the experts could not be compared with the specialists' own files: {error}"]
+
+
+def _measure_layers(
+    model: Any, claim: Claim, dense: Any, specialists: Sequence[DenseModel] | None
+) -> list[LayerMeasure]:
+    groups = None if claim.spec is None or claim.spec.groups is None else torch.tensor(claim.spec.groups)
+    identity, factor = _identity(claim, specialists)
+    blocks = decoder_layers(model)
+    measures = []
+    for layer in claim.moe_layers:
+        view = view_layer(blocks[layer].mlp, layer, dense)
+        measures.append(measure_layer(view, shards=claim.shards, groups_E=groups, identity=identity, rho=factor))
+    return measures
+
+
+def _identity(claim: Claim, specialists: Sequence[DenseModel] | None) -> tuple[Identity | None, Identity | None]:
+    """Return the identity that the statement asserts beyond y = FFN(x), and N2's factor."""
+    spec, share = claim.spec, claim.routed_share
+    if spec is None:
+        return None, None
+    makers: dict[str, Callable[[], Identity | None]] = {
+        "N2": lambda: scaled_dense(shards=spec.shards, share=share),
+        "D1": lambda: from_specialists(specialists, shards=spec.shards, share=share, unweighted=False),
+        "D3": lambda: from_specialists(
+            specialists, shards=spec.shards, share=share, unweighted=spec.top_k == spec.shards
+        ),
+    }
+    make = makers.get(claim.code)
+    return make() if make else None, rho(shards=spec.shards) if claim.code == "N2" else None
