@@ -48,7 +48,7 @@ def build_model(recipe: TrainRecipe, out: Path, world: World) -> TrainedModel:
     model.config.use_cache = False
     installation = _install(model, recipe)
     if recipe.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     if recipe.compile:
         for layer in model.base_model.layers:  # pyright: ignore[reportGeneralTypeIssues]
             layer.compile()

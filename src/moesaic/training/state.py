@@ -67,7 +67,7 @@ class RunState:
 
 def list_states(folder: Path) -> list[Path]:
     """Complete states, oldest first."""
-    return sorted(path.parent for path in folder.glob(f"step-*/{RUN_FILE}"))
+    return sorted(path.parent for path in folder.glob(f"step-*/{RUN_FILE}") if path.parent.suffix != _UNFINISHED)
 
 
 def read_run(state: Path) -> RunState:
@@ -138,8 +138,9 @@ def prune_states(folder: Path, keep: int) -> None:
 
 def remove_unfinished(folder: Path) -> None:
     """Remove what a killed run was writing or removing."""
+    complete = list_states(folder)
     for path in folder.glob("step-*"):
-        if not (path / RUN_FILE).exists() or path.name.endswith(_UNFINISHED):
+        if path not in complete:
             shutil.rmtree(path, ignore_errors=True)
 
 
