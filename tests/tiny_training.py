@@ -39,8 +39,8 @@ def save_tokenizer(folder: Path) -> Path:
 
 def write_documents(path: Path, domain: str, *, number: int, seed: int) -> Path:
     """Documents of words that each domain makes from its own few letters, 10 to 60 characters long."""
+    letters = random.Random(domain).sample(string.ascii_lowercase, 5)
     draw = random.Random(f"{domain}-{seed}")
-    letters = draw.sample(string.ascii_lowercase, 5)
     with path.open("w") as file:
         for _ in range(number):
             words = ["".join(draw.choices(letters, k=draw.randint(2, 5))) for _ in range(draw.randint(4, 12))]

@@ -263,12 +263,13 @@ def _batches_ahead(run: _Run) -> Iterator[list[PackedBatch]]:
 @contextmanager
 def _last_good(run: _Run) -> Iterator[None]:
     """Name the step and the last good state in what stops a run."""
+    step = run.step + 1
     try:
         yield
     except MoesaicError as error:
         states = list_states(run.states)
         good = f"the last good state is {states[-1]}" if states else "no state was saved before"
-        raise MoesaicError(f"step {run.step + 1}: {error}; {good}") from error
+        raise MoesaicError(f"step {step}: {error}; {good}") from error
 
 
 def _step(run: _Run, batches: list[PackedBatch]) -> None:

@@ -1,6 +1,6 @@
 """Run state on disk: OUT/state/step-00000500/, complete or absent, written and read by any number of ranks.
 
-    model/       fp32 weights, one safetensors file per rank, with config.json: transformers loads the folder
+    model/       fp32 weights with config.json: one plain file, or the parts of the ranks; transformers loads either
     optimizer/   moments of AdamW, and what routing remembers between steps
     run.json     step, length of the metrics, validation loss, recipe
 
@@ -148,7 +148,7 @@ def _write(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
     if world.is_main:
         folder.mkdir()
     world.barrier()
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=world.size > 1)
     chunks = {name: _contiguous(tensor) for name, tensor in tensors.items()}
     try:
         with _one_process_is_meant():
