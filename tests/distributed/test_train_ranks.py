@@ -1,0 +1,138 @@
+"""Two processes against one: the same losses, the same tensors after saving and loading, no hang on uneven experts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moesaic.recipe import load_recipe
+from moesaic.training import run as run_module
+from moesaic.training.optimizer import MOMENTS
+from moesaic.training.recipe import TrainRecipe
+from moesaic.training.result import gather
+from moesaic.training.state import list_states, load_state
+from tests.distributed.ranks import run_ranks
+from tests.tiny_training import tiny_recipe
+
+STEPS = 30
+LAYOUTS = {
+    "fsdp": {"fsdp": 2},
+    "fsdp and experts": {"fsdp": 2, "expert": 2},
+    "replicas": {"fsdp": 1, "replicate": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory) -> dict[str, Any]:
+    """Global balancing, pools and selection biases; one rank alone takes 4 sequences at a time, two take 2 each."""
+    return tiny_recipe(
+        tmp_path_factory.mktemp("in"),
+        routing={"rule": "document_pool", "pool_size": [2, 6]},
+        losses={"balance": {"coefficient": 0.1, "scope": "global"}, "router_z": 0.001, "bias_balancing": 0.001},
+        optimizer={"lr": 1e-3, "warmup_steps": 5},
+        batch={"tokens": 256, "micro_sequences": 4},
+        budget={"steps": STEPS},
+        checkpoint={"every_steps": 15},
+    )
+
+
+@pytest.fixture(scope="module")
+def one_process(values, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("one") / "out"
+    train(values, out)
+    return out
+
+
+def two(values: dict[str, Any], parallel: dict[str, int]) -> dict[str, Any]:
+    return values | {"parallel": parallel, "batch": values["batch"] | {"micro_sequences": 2}}
+
+
+def train(values: dict[str, Any], out: Path) -> None:
+    run_module.train(load_recipe(TrainRecipe, values), out, resume=True, quiet=True)
+
+
+def train_and_dump(values: dict[str, Any], out: Path, dump: Path) -> None:
+    """Train, then write every tensor of the last state, whole, as this process group has it in memory."""
+    finish = run_module._finish
+
+    def dumping(run, quiet):
+        tensors = run_module._weights(run.trainable) | run_module._optimizer_tensors(run.trainable)
+        whole = gather(tensors, torch.float32, keep=True)
+        if run.world.is_main:
+            save_file({name: tensor.clone() for name, tensor in whole.items()}, dump)
+        finish(run, quiet)
+
+    run_module._finish = dumping
+    train(values, out)
+
+
+def losses(out: Path) -> torch.Tensor:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if line["kind"] == "step"]
+    names = ("loss", "balance_loss", "router_z_loss", "grad_norm")
+    return torch.tensor([[line[name] for name in names] for line in kept], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_processes_follow_one(values, one_process, tmp_path, layout):
+    out, dump = tmp_path / "out", tmp_path / "dump.safetensors"
+    run_ranks(2, train_and_dump, two(values, LAYOUTS[layout]), out, dump)
+    assert len(losses(out)) == STEPS
+    torch.testing.assert_close(losses(out), losses(one_process), rtol=0, atol=1e-5)
+
+    expected = load_file(dump)  # saved by two, loaded by one
+    moments = {name for name in expected if name.split(".")[0] in (*MOMENTS, "selection_bias")}
+    weights = {name: torch.zeros_like(expected[name]) for name in expected.keys() - moments}
+    optimizer = {name: torch.zeros_like(expected[name]) for name in moments}
+    state = list_states(out / "state")[-1]
+    world = run_module.World(rank=0, local_rank=0, size=1, replicas=1, device=torch.device("cpu"))
+    load_state(state, weights=weights, optimizer=optimizer, world=world)
+    final = load_file(out / "model.safetensors")
+    assert final.keys() == weights.keys()
+    for name, tensor in (weights | optimizer).items():
+        assert torch.equal(tensor, expected[name]), name
+        assert name in moments or torch.equal(tensor, final[name]), name
+    assert sum(".experts." in name for name in final) == 4
+
+
+def test_two_processes_go_on_with_the_run_of_one_and_back(values, one_process, tmp_path):
+    out = tmp_path / "out"
+    train(values | {"budget": {"steps": STEPS}, "checkpoint": {"every_steps": 5}}, out)
+    for state in list_states(out / "state")[-1:]:
+        (state / "run.json").unlink()  # as if it had been killed before the last state
+    (out / "config.json").unlink()
+    run_ranks(2, train, two(values, LAYOUTS["fsdp and experts"]) | {"checkpoint": {"every_steps": 5}}, out)
+    torch.testing.assert_close(losses(out), losses(one_process), rtol=0, atol=1e-5)
+
+
+def train_with_disjoint_experts(values: dict[str, Any], out: Path) -> None:
+    """Let all tokens of rank r choose two experts that live on the other rank."""
+    build = run_module.build_model
+
+    def biased(recipe, out, world):
+        trained = build(recipe, out, world)
+        bias = trained.installation.selection_bias
+        first = 0 if world.rank else 6
+        bias[:, first : first + 2] = 1e3
+        return trained
+
+    run_module.build_model = biased
+    train(values, out)
+
+
+def test_ranks_with_disjoint_experts_do_not_hang(values, tmp_path):
+    short = two(values, LAYOUTS["fsdp and experts"]) | {"budget": {"steps": 3}, "optimizer": {"lr": 1e-3}}
+    short |= {"routing": {}, "losses": values["losses"] | {"bias_balancing": 1e-9}}
+    run_ranks(2, train_with_disjoint_experts, short, tmp_path / "out")
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [line["dead_experts"] for line in steps] == [2 * 4] * 3  # 4 of 8 in both layers
+    assert [line["largest_share"] for line in steps] == [0.25] * 3
