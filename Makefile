@@ -1,5 +1,7 @@
 # setup: .venv with moesaic in .venv/bin      demo: a small real model, dense to MoE, in a few minutes
-# test: lint, then every test                 lint: ruff and pyright        bench: speed and memory (minutes)
+# test: lint, then every test                 lint: ruff and pyright        bench: speed and memory
+#
+# make bench MERGEKIT=/opt/mk/bin/mergekit-moe compares with mergekit as well (see benchmarks/upcycle.py).
 
 PYTHON ?= python3
 VENV := .venv
@@ -33,4 +35,4 @@ test: lint
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2
 
 bench: setup
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/upcycle.py $(if $(MERGEKIT),--mergekit $(MERGEKIT))
