@@ -32,7 +32,7 @@ def plan_checkpoint(checkpoint: Checkpoint, *, context: int) -> PlanReport:
         config = model.config
         shapes = {name: info.shape for name, info in checkpoint.tensors.items() if name not in model.dropped}
         notes += model.notices
-        convert = memory_to_convert(hidden=model.hidden, intermediate=model.intermediate, dtype=model.dtype)
+        convert = memory_to_convert()
     elif model_type.startswith(MOE_PREFIX):
         _check_ours(checkpoint, config)
     weight_bytes = sum(info.nbytes for info in checkpoint.tensors.values())

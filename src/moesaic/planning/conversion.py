@@ -12,6 +12,9 @@ from moesaic.upcycling.resolve import resolve
 CONVERSION_BYTES_PER_SECOND = 0.8e9
 """Bytes read plus written per second by one conversion; docs/plan.md has the measurement."""
 
+START_SECONDS = 2.0
+"""Importing torch, reading headers, syncing."""
+
 
 def plan_upcycle(recipe: UpcycleRecipe, *, subject: str, context: int) -> PlanReport:
     """Return the sizes of the result of an upcycle recipe and the disk, memory, download and time of making it.
@@ -36,9 +39,7 @@ def plan_upcycle(recipe: UpcycleRecipe, *, subject: str, context: int) -> PlanRe
         context=context,
         kv_cache_bytes=cache,
         memory_to_run_bytes=weights + cache,
-        memory_to_convert_bytes=memory_to_convert(
-            hidden=base.hidden, intermediate=base.intermediate, dtype=resolved.dtype
-        ),
+        memory_to_convert_bytes=memory_to_convert(_made_expert_bytes(resolved)),
         download_bytes=sum(source.download_bytes for source in sources),
         disk_bytes=resolved.files.nbytes,
         minutes=conversion_minutes(sources, resolved.files.nbytes),
@@ -54,7 +55,15 @@ def plan_upcycle(recipe: UpcycleRecipe, *, subject: str, context: int) -> PlanRe
 def conversion_minutes(sources: list[Checkpoint], written: int) -> float:
     """Return the expected minutes of a conversion at `CONVERSION_BYTES_PER_SECOND`, without the download."""
     read = sum(info.nbytes for source in sources for info in source.tensors.values())
-    return (read + written) / CONVERSION_BYTES_PER_SECOND / 60
+    return (START_SECONDS + (read + written) / CONVERSION_BYTES_PER_SECOND) / 60
+
+
+def _made_expert_bytes(resolved: UpcyclePlan) -> int:
+    """Return the bytes of one expert where the method computes experts instead of copying them."""
+    if resolved.layer.method.copies is not None:
+        return 0
+    expert = resolved.layer.expert
+    return tensor_bytes(resolved.dtype, (3 * expert.intermediate, expert.hidden))
 
 
 def _layers(resolved: UpcyclePlan) -> str:

@@ -1,10 +1,10 @@
 """What a model costs to run: FLOPs per token and bytes of memory, from tensor shapes and the config (no torch)."""
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moesaic.checkpoint.headers import tensor_bytes
 from moesaic.planning.counting import Shapes, count_shapes, is_embedding, layer_of
 
 FLOPS_FORMULA = (
@@ -12,8 +12,14 @@ FLOPS_FORMULA = (
     "2 x (query width + value width) x positions attended, averaged over a causal sequence of the stated length"
 )
 
-INTERPRETER_BYTES = 420_000_000
-"""Resident memory of Python with torch imported, before any tensor is read."""
+STREAMING_BYTES = 250_000_000
+"""Resident memory of Python with torch (225 MB) and the headers."""
+
+WORKER_BYTES = 20_000_000
+"""Blocks that one worker holds."""
+
+MADE_EXPERT_COPIES = 3.2
+"""Peak size of an expert that is computed, in multiples of its own."""
 
 # Every n-th layer sees everything, the others a window, where a config gives a window but no layer_types.
 _WINDOW_PATTERNS: Mapping[str, int] = {
@@ -92,13 +98,18 @@ def kv_cache_bytes(shapes: Shapes, config: Mapping[str, Any], context: int, byte
     return total
 
 
-def memory_to_convert(*, hidden: int, intermediate: int, dtype: str) -> int:
-    """Return the estimated peak resident bytes of a conversion: the interpreter and one FFN in float32 and `dtype`.
+def memory_to_convert(made_expert_bytes: int = 0, workers: int | None = None) -> int:
+    """Return the estimated peak resident bytes of a conversion (docs/plan.md has the measurements).
 
     It does not depend on the number of layers, experts or files, because tensors are streamed.
+
+    Args:
+        made_expert_bytes: bytes of one expert where experts are computed (`drop`, `scratch`); 0 where they are copied,
+            which needs blocks of a few MB only.
+        workers: threads; default: what `upcycle` takes, one per core, at most 8.
     """
-    ffn = (3 * intermediate, hidden)
-    return INTERPRETER_BYTES + tensor_bytes("F32", ffn) + tensor_bytes(dtype, ffn)
+    workers = workers or min(len(os.sched_getaffinity(0)), 8)
+    return STREAMING_BYTES + workers * (WORKER_BYTES + round(MADE_EXPERT_COPIES * made_expert_bytes))
 
 
 def _mean_attended(context: int, window: int | None) -> float:

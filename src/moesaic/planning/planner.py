@@ -9,7 +9,8 @@ from moesaic.errors import MoesaicError
 from moesaic.planning.checkpoints import plan_checkpoint
 from moesaic.planning.report import PlanReport
 from moesaic.recipe import load_recipe
-from moesaic.recipe_yaml import read_yaml
+from moesaic.recipe_yaml import parse_yaml, read_yaml
+from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.upcycling.recipe import UpcycleRecipe
 
 DEFAULT_CONTEXT = 4096
@@ -39,8 +40,8 @@ def plan(
     """Return what a checkpoint or a recipe amounts to, from headers and configs alone.
 
     Args:
-        source: a checkpoint (folder, hub id `org/name[@revision]`, or opened), or a recipe (YAML file, mapping, or
-            `UpcycleRecipe`).
+        source: a checkpoint (folder, hub id `org/name[@revision]`, or opened), or a recipe (YAML file, name that
+            `moesaic recipes list` shows, mapping, or `UpcycleRecipe`).
         context: sequence length in tokens that FLOPs and the key/value cache are stated for; default 4096.
 
     Returns:
@@ -61,6 +62,9 @@ def plan(
     path = Path(source)
     if path.suffix in {".yaml", ".yml"}:
         return _plan_recipe(path, read_yaml(path), str(source), context)
+    if str(source) in {recipe.name for recipe in shipped_recipes()} and not path.exists():
+        content = parse_yaml(read_recipe(str(source)), str(source))
+        return _plan_recipe(content, content, str(source), context)
     return plan_checkpoint(open_headers(source), context=context)
 
 

@@ -8,10 +8,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from moesaic.checkpoint.layout import OutputTensor, plan_files
 from moesaic.errors import MoesaicError
 from moesaic.planning import plan
 from moesaic.planning.planner import RECIPES
 from moesaic.planning.report import duration, number, size
+from moesaic.planning.shapes import config_shapes
+from moesaic.recipe_yaml import parse_yaml
+from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
 
 TINY = {
@@ -131,6 +135,68 @@ def test_refusals_are_one_line(tmp_path):
         plan("nothing/at/all")
     with pytest.raises(MoesaicError, match="context 0"):
         plan(tmp_path / "base", context=0)
+
+
+# What the released models' config.json say.
+RELEASED = {
+    "qwen3-4b": {
+        "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-1.7b": {
+        "model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.2-1b": {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+def save_headers(folder, config):
+    """A checkpoint of the real size whose tensors are holes in the file: plan reads nothing but the header."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = [OutputTensor(name=n, dtype="BF16", shape=s) for n, s in config_shapes(config).items()]
+    (file,) = plan_files(tensors, 10**12).files
+    with (folder / file.name).open("wb") as handle:
+        handle.write(file.header)
+        handle.truncate(file.nbytes)
+    return folder
+
+
+def released(recipe):
+    return next(size for size in RELEASED if size in recipe)
+
+
+SHIPPED = [r.name for r in shipped_recipes() if r.verb == "upcycle" and any(size in r.name for size in RELEASED)]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_recipes_in_the_package_on_files_of_the_real_size(tmp_path, name):
+    folder = save_headers(tmp_path / "base", RELEASED[released(name)])
+    recipe = parse_yaml(read_recipe(name), name)
+    recipe["base"] = str(folder)
+    for specialist in recipe.get("specialists") or []:
+        specialist["path"] = str(folder)
+    report = plan(recipe)
+    if "divmoe" in name:
+        total, active = {"qwen3-4b": (12.1, 4.0), "qwen3-1.7b": (4.9, 1.7), "llama-3.2-1b": (3.7, 1.2)}[released(name)]
+        assert round(report.parameters.total / 1e9, 1) == total
+        assert round(report.parameters.active / 1e9, 1) == active
+    assert report.parameters.active < report.parameters.total
+    assert report.disk_bytes > 2 * report.parameters.total
+
+
+def test_a_shipped_recipe_by_name_names_what_it_cannot_reach():
+    with pytest.raises(MoesaicError) as caught:
+        plan(SHIPPED[0])
+    assert "\n" not in str(caught.value)
+    assert "Qwen" in str(caught.value) or "llama" in str(caught.value).lower()
 
 
 def test_a_missing_tensor_is_named(tmp_path):
