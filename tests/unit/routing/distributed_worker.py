@@ -74,12 +74,13 @@ def step_losses(
 
 
 def compare_losses(rule: str, scope: BalanceScope, dtype: torch.dtype, alone: dist.ProcessGroup) -> float:
-    """Largest difference of value and gradient between the ranks' sum and one process."""
+    """Largest difference between the ranks' sum and one process: the loss, and the gradient over its largest entry."""
     loss, gradient, _ = step_losses(rule, scope, dist.get_world_size(), dist.get_rank(), dtype, None)
     dist.all_reduce(loss)
     dist.all_reduce(gradient)
     expected, expected_gradient, _ = step_losses(rule, scope, 1, 0, dtype, alone)  # a group of this rank only
-    return max(float((loss - expected).abs()), float((gradient - expected_gradient).abs().max()))
+    difference = (gradient - expected_gradient).abs().max() / expected_gradient.abs().max()
+    return max(float((loss - expected).abs()), float(difference))
 
 
 def local_scope_error(alone: dist.ProcessGroup) -> float:
@@ -142,6 +143,7 @@ def main() -> None:
         for rule in RULES:
             for dtype in (torch.float32, torch.float64):
                 errors[f"{scope}-{rule}-{dtype}".replace("torch.", "")] = compare_losses(rule, scope, dtype, alone)
+    errors["local-differs"] = compare_losses("topk", "local", torch.float64, alone)
     errors["local"] = local_scope_error(alone)
     errors["sharded"] = sharded_model_error(alone)
     (folder / f"errors-{rank}.json").write_text(json.dumps(errors))
