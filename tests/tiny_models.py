@@ -85,6 +85,13 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             parameter.copy_(parameter + 0.1 * noise if parameter.ndim == 1 else 0.15 * noise)
 
 
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Give the parameters ``dtype``; buffers (rope frequencies) keep theirs, as in ``from_pretrained(dtype=...)``."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 def tiny_model(
     base: str,
     *,
@@ -99,7 +106,7 @@ def tiny_model(
     config = tiny_config(base, tied=tied, mlp_bias=mlp_bias, num_layers=num_layers, **changes)
     model = AutoModelForCausalLM.from_config(config)
     randomize(model, seed)
-    return model.to(dtype=dtype).eval()
+    return cast(model, dtype).eval()
 
 
 def save_tiny(
@@ -141,8 +148,7 @@ def tiny_gemma3_wrapper(
     )
     model = Gemma3ForConditionalGeneration(config)
     randomize(model, seed)
-    model.to(dtype=dtype)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    return model.eval()
+    return cast(model, dtype).eval()
 
 
 def save_tiny_gemma3_wrapper(
@@ -184,4 +190,4 @@ def tiny_moe_model(
     """A tiny random MoE model on ``base`` in evaluation mode."""
     model = AutoModelForCausalLM.from_config(tiny_moe_config(base, tied=tied, num_layers=num_layers, **changes))
     randomize(model, seed)
-    return model.to(dtype=dtype).eval()
+    return cast(model, dtype).eval()

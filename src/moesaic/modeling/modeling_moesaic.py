@@ -533,6 +533,11 @@ class _MoesaicPreTrained:
                 else:
                     init.normal_(parameter, mean=0.0, std=self.config.initializer_range)
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # transformers looks for the decorator's name in the source, and caches "no" on the dense base class.
+        return True
+
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """Prefer our own forward ("eager" in transformers' words), which chooses by device."""
         return super().get_correct_experts_implementation(  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,5 +1,6 @@
 """The architectures on every base: forward, backward, generation, saving and loading."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -16,8 +17,6 @@ from tests.tiny_models import BASES, BASES_WITH_MLP_BIAS, randomize, tiny_model,
 GROUPS = {"routing_rule": "one_per_group", "expert_groups": [0, 0, 0, 1, 1, 2]}
 SOME_LAYERS = {"num_layers": 3, "moe_layers": [0, 2], "num_shared_experts": 2} | GROUPS
 VARIANTS = {"all": {}, "some": SOME_LAYERS}
-
-LAST_BITS = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 5e-2}}
 
 every_base = pytest.mark.parametrize("base", BASES)
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -84,8 +83,10 @@ def test_saving_and_loading_is_bit_exact(
     assert loaded.dtype == dtype
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     same_state(model, loaded)
-    # equal weights; the products may differ in the last bit, because the loaded tensors are aligned differently
-    torch.testing.assert_close(loaded(token_ids()).logits, model(token_ids()).logits, **LAST_BITS[dtype])
+    # in fp32, and not to the last bit: products depend on how tensors are aligned in memory
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "once", dtype=torch.float32)(token_ids()).logits
+    expected = copy.deepcopy(model).float()(token_ids()).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
     # what the loaded model writes is a complete checkpoint again
     loaded.save_pretrained(tmp_path / "twice", max_shard_size="20KB" if shards else "1GB")
@@ -124,7 +125,7 @@ def test_new_modules_are_initialised_once_and_by_the_bases_rule(base: str) -> No
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), name
         if any(part in name for part in ("gate.weight", "experts", "lm_head", "self_attn.q_proj.weight")):
-            assert parameter.std() == pytest.approx(0.05, rel=0.15), name
+            assert parameter.std().item() == pytest.approx(0.05, rel=0.15), name
             checked += 1
     assert checked >= 2 * 3
     torch.manual_seed(0)
@@ -140,7 +141,7 @@ def test_missing_tensors_are_initialised_when_loading(shared: int, tmp_path: Pat
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     for name, parameter in loaded.named_parameters():
         if ".mlp." in name:
-            assert 0.01 < parameter.std() < 0.04, name
+            assert 0.01 < parameter.std().item() < 0.04, name
         else:
             assert parameter.equal(model.state_dict()[name])
 
@@ -228,6 +229,7 @@ def test_parallel_plans_follow_the_native_families() -> None:
 
 
 def test_experts_implementation_can_be_chosen(tmp_path: Path) -> None:
+    tiny_model("llama")  # the dense class remembers that it has no experts, and ours inherits from it
     model = tiny_moe_model("llama")
     assert model.config._experts_implementation == "eager"  # the class's own forward
     model.save_pretrained(tmp_path)
