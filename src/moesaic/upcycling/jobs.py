@@ -15,6 +15,7 @@ from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
 from moesaic.families.dense import RowRange
 from moesaic.upcycling.assemble import router_rows, scaled_expert
+from moesaic.upcycling.experts import ExpertWeights
 from moesaic.upcycling.layout import UpcyclePlan
 from moesaic.upcycling.method import BASE
 from moesaic.upcycling.reinit import fresh_blocks
@@ -99,19 +100,23 @@ def _router(plan: UpcyclePlan, target: Target, layer: int, mlp: str) -> None:
 
 def _made_experts(plan: UpcyclePlan, target: Target, layer: int, mlp: str) -> None:
     """Experts that are computed, one at a time."""
-    spec = plan.layer.expert
-    sources = DiskSources(ffns=plan.ffns(layer), shards=spec.shards, output_dtype=TORCH_DTYPES[plan.dtype])
-    hidden, width = spec.hidden, spec.intermediate
+    shards = plan.layer.shards
+    sources = DiskSources(ffns=plan.ffns(layer), shards=shards, output_dtype=TORCH_DTYPES[plan.dtype])
     for number in range(plan.layer.experts):
-        expert = scaled_expert(plan.layer, layer, number, sources)
-        rows = 2 * width * number
-        target.put(f"{mlp}experts.gate_up_proj", rows * hidden, expert.gate_ID)
-        target.put(f"{mlp}experts.gate_up_proj", (rows + width) * hidden, expert.up_ID)
-        target.put(f"{mlp}experts.down_proj", number * hidden * width, expert.down_DI)
-        if expert.gate_bias_I is not None and expert.up_bias_I is not None and expert.down_bias_D is not None:
-            target.put(f"{mlp}experts.gate_up_proj_bias", rows, expert.gate_bias_I)
-            target.put(f"{mlp}experts.gate_up_proj_bias", rows + width, expert.up_bias_I)
-            target.put(f"{mlp}experts.down_proj_bias", number * hidden, expert.down_bias_D)
+        # Nothing of an expert is kept while the next one is made.
+        _put_expert(target, mlp, number, scaled_expert(plan.layer, layer, number, sources))
+
+
+def _put_expert(target: Target, mlp: str, number: int, expert: ExpertWeights) -> None:
+    width, hidden = expert.gate_ID.shape
+    row = 2 * width * number
+    target.put(f"{mlp}experts.gate_up_proj", row * hidden, expert.gate_ID)
+    target.put(f"{mlp}experts.gate_up_proj", (row + width) * hidden, expert.up_ID)
+    target.put(f"{mlp}experts.down_proj", number * hidden * width, expert.down_DI)
+    if expert.gate_bias_I is not None and expert.up_bias_I is not None and expert.down_bias_D is not None:
+        target.put(f"{mlp}experts.gate_up_proj_bias", row, expert.gate_bias_I)
+        target.put(f"{mlp}experts.gate_up_proj_bias", row + width, expert.up_bias_I)
+        target.put(f"{mlp}experts.down_proj_bias", number * hidden, expert.down_bias_D)
 
 
 def _copied_gate_up(plan: UpcyclePlan, target: Target, layer: int, mlp: str) -> None:
