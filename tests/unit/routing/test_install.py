@@ -2,12 +2,16 @@
 
 import copy
 import json
+import subprocess
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 
 from moesaic.errors import MoesaicError
 from moesaic.routing import rules
@@ -47,6 +51,19 @@ def test_topk_is_what_each_native_router_does_itself(family, renormalise):
         torch.testing.assert_close(fast_logits, logits)
         torch.testing.assert_close(fast_weights, weights)
         assert fast_weights.dtype == weights.dtype
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_topk_is_what_the_qwen3_next_router_does_itself(renormalise):
+    config = SimpleNamespace(num_experts_per_tok=2, num_experts=8, norm_topk_prob=renormalise, hidden_size=32)
+    router = Qwen3NextTopKRouter(config)
+    hidden, weight = torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        router.weight.copy_(weight[:8])
+    own = router(hidden)
+    install(torch.nn.Sequential(router), RuleConfig(rule="topk"))
+    torch.testing.assert_close(router(hidden), own)
+    assert "forward" in router.__dict__
 
 
 @pytest.mark.parametrize("family", NATIVE)
@@ -379,3 +396,8 @@ def test_rule_settings_that_have_no_effect_are_refused():
         RuleConfig(rule="topk", pool_size=3)
     with pytest.raises(MoesaicError, match="only for rule: one_per_group"):
         RuleConfig(rule="document_pool", expert_groups=GROUPS)
+
+
+def test_the_settings_of_a_rule_need_no_torch():
+    code = "import sys, moesaic.routing.config; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
