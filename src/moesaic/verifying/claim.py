@@ -133,10 +133,11 @@ def _from_config(config: Mapping[str, Any]) -> str:
 
 
 def _from_recipe(recipe: UpcycleRecipe, spec: LayerSpec) -> str:
-    origin = f" = {spec.specialists} specialists x {spec.shards} shards" if spec.specialists else ""
+    copies = spec.experts // spec.shards
+    origin = f" = {copies} {'specialists' if spec.specialists else 'copies'} x {spec.shards} shards"
     shared = f" + {spec.shared_experts} shared" if spec.shared_experts else ""
     return (
-        f"{recipe.method}, {spec.experts} experts{origin}{shared}, {spec.shards} shards, top-{spec.top_k}, "
+        f"{recipe.method}, {spec.experts} experts{origin if spec.shards > 1 else ''}{shared}, top-{spec.top_k}, "
         f"{spec.routing}, softmax over {spec.weighting}, {spec.router_init} router, scale {recipe.scale}"
     )
 
