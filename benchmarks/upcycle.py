@@ -43,7 +43,7 @@ def make_checkpoint(folder: Path, *, seed: int, layers: int) -> None:
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    model = model.to(dtype=torch.bfloat16).to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.normal_(std=0.02)
     model.save_pretrained(folder, max_shard_size="1GB")
@@ -128,6 +128,7 @@ def main() -> None:
     if arguments.mergekit:
         commands["mergekit-moe"] = mergekit_command(arguments.mergekit, folders, theirs, work)
     results: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
+    written = 0
     for _ in range(arguments.repeats):
         shutil.rmtree(ours, ignore_errors=True)
         for name, command in commands.items():

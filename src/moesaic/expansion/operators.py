@@ -54,11 +54,15 @@ def drop_neurons(
     chosen = choose(round(ratio * source.intermediate), source.intermediate, generator)
     axes = {"down_DI": 1, "down_bias_D": None}
 
-    def replace(name: str, value: Tensor) -> Tensor:
+    def redrawn(name: str, value: Tensor) -> Tensor:
         axis = axes.get(name, 0)
-        return value if axis is None or not len(chosen) else redraw(value, chosen, axis, generator)
+        if axis is None or not len(chosen):
+            return value
+        value = value.clone()
+        redraw(value, chosen, axis, generator)
+        return value
 
-    return source.map(replace)
+    return source.map(redrawn)
 
 
 def shuffle(source: ExpertWeights, _other: ExpertWeights, generator: torch.Generator, *, ratio: float) -> ExpertWeights:
