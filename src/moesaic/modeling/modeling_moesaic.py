@@ -558,8 +558,11 @@ class _MoesaicForCausalLM(_MoesaicPreTrained):
     model_class: type
 
     def __init__(self, config: Any):
+        wanted = config._experts_implementation
+        config._experts_implementation = None  # the dense model that is built in passing would refuse any other
         with init.no_init_weights():
             super().__init__(config)  # pyright: ignore[reportCallIssue]
+            config._experts_implementation = wanted
             self.model = self.model_class(config)
         self.post_init()  # pyright: ignore
 
