@@ -1,7 +1,7 @@
 """Build, grow and take apart Mixture-of-Experts language models.
 
-The verbs of the command line are functions here: `upcycle`, `verify`, `plan`, `generate`; `load` gives a model.
-Importing this package imports neither torch nor transformers; they come with the first call that needs them.
+The verbs of the command line are functions here: `upcycle`, `train`, `verify`, `plan`, `generate`; `load` gives a
+model. Importing this package imports neither torch nor transformers; they come with the first call that needs them.
 """
 
 import importlib
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from moesaic.generation import generate
     from moesaic.loading import load
     from moesaic.planning import plan
+    from moesaic.training.api import train
     from moesaic.verifying import verify
 
-__all__ = ["MoesaicError", "__version__", "generate", "load", "plan", "upcycle", "verify"]
+__all__ = ["MoesaicError", "__version__", "generate", "load", "plan", "train", "upcycle", "verify"]
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ _FUNCTIONS = {
     "generate": "moesaic.generation",
     "load": "moesaic.loading",
     "plan": "moesaic.planning",
+    "train": "moesaic.training.api",
     "upcycle": "moesaic.api",
     "verify": "moesaic.verifying",
 }

@@ -20,7 +20,7 @@ from moesaic.recipes import shipped_recipes
 from moesaic.upcycling.recipe import UpcycleRecipe
 from tests.tiny_models import VOCABULARY, save_tiny
 
-VERBS = ["upcycle", "verify", "plan", "generate", "recipes", "recipes list", "recipes show"]
+VERBS = ["upcycle", "train", "verify", "plan", "generate", "recipes", "recipes list", "recipes show"]
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_help_lists_every_verb(call):
     for arguments in ([], ["--help"]):
         status, out, _ = call(*arguments)
         assert status == 0
-        assert all(f" {verb} " in out for verb in ("upcycle", "verify", "plan", "generate", "recipes"))
+        assert all(f" {verb} " in out for verb in ("upcycle", "train", "verify", "plan", "generate", "recipes"))
 
 
 def test_help_states_the_recipe_s_defaults(call):

@@ -11,12 +11,14 @@ from moesaic.planning.report import PlanReport
 from moesaic.recipe import load_recipe
 from moesaic.recipe_yaml import parse_yaml, read_yaml
 from moesaic.recipes import read_recipe, shipped_recipes
+from moesaic.training.planning import TrainPlan, plan_train
+from moesaic.training.recipe import TrainRecipe
 from moesaic.upcycling.recipe import UpcycleRecipe
 
 DEFAULT_CONTEXT = 4096
 """Tokens of the sequence that FLOPs and cache are stated for."""
 
-RecipePlan = Callable[[Path | Mapping[str, Any], str, int], PlanReport]
+RecipePlan = Callable[[Path | Mapping[str, Any], str, int], PlanReport | TrainPlan]
 
 
 def _plan_upcycle_recipe(source: Path | Mapping[str, Any], subject: str, context: int) -> PlanReport:
@@ -30,13 +32,18 @@ def _plan_upcycle(recipe: UpcycleRecipe, subject: str, context: int) -> PlanRepo
     return plan_upcycle(recipe, subject=subject, context=context)
 
 
-RECIPES: Mapping[str, RecipePlan] = {"method": _plan_upcycle_recipe}
+def _plan_train_recipe(source: Path | Mapping[str, Any], subject: str, context: int) -> TrainPlan:
+    del context  # a training recipe says itself how long its sequences are
+    return plan_train(load_recipe(TrainRecipe, source), subject=subject)
+
+
+RECIPES: Mapping[str, RecipePlan] = {"method": _plan_upcycle_recipe, "optimizer": _plan_train_recipe}
 """A key that only one kind of recipe has -> the plan of that kind."""
 
 
 def plan(
     source: str | Path | Mapping[str, Any] | UpcycleRecipe | Checkpoint, *, context: int | None = None
-) -> PlanReport:
+) -> PlanReport | TrainPlan:
     """Return what a checkpoint or a recipe amounts to, from headers and configs alone.
 
     Args:
@@ -70,7 +77,7 @@ def plan(
 
 def _plan_recipe(
     source: Path | Mapping[str, Any], content: Mapping[str, Any], subject: str, context: int
-) -> PlanReport:
+) -> PlanReport | TrainPlan:
     for key, planner in RECIPES.items():
         if key in content:
             return planner(source, subject, context)

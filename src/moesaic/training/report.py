@@ -13,21 +13,12 @@ from transformers import PreTrainedConfig
 from moesaic.planning.costs import flops_per_token
 from moesaic.progress import duration, notice
 from moesaic.routing.stats import busiest_share, dead_experts, load_entropy
+from moesaic.training.planning import PEAK_FLOPS
 from moesaic.training.recipe import Precision
 from moesaic.training.step import StepResult
 from moesaic.training.validate import DomainLoss
 
 _CONSOLE_SECONDS = 5.0
-
-PEAK_FLOPS: Mapping[str, float] = {
-    "A100": 312e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "H20": 148e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-}
-"""Dense bf16 FLOP/s of a device by a word of its name, from the makers' data sheets (without sparsity)."""
 
 
 class Throughput:
