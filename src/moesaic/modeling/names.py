@@ -5,19 +5,37 @@ from typing import Any
 
 from moesaic.errors import MoesaicError
 
-# model type of a dense base -> the stem of its class names
+# model type of a dense base (all of moesaic.families.dense_table) -> the stem of its class names
 STEMS = {
     "llama": "Llama",
     "mistral": "Mistral",
+    "ministral": "Ministral",
+    "ministral3": "Ministral3",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "gemma": "Gemma",
     "gemma2": "Gemma2",
     "gemma3_text": "Gemma3Text",
+    "vaultgemma": "VaultGemma",
+    "olmo": "Olmo",
     "olmo2": "Olmo2",
     "olmo3": "Olmo3",
     "smollm3": "SmolLM3",
     "granite": "Granite",
+    "granite_swa": "GraniteSWA",
     "phi3": "Phi3",
+    "glm": "Glm",
+    "glm4": "Glm4",
+    "cohere": "Cohere",
+    "cohere2": "Cohere2",
+    "ernie4_5": "Ernie4_5",
+    "exaone4": "Exaone4",
+    "hunyuan_v1_dense": "HunYuanDenseV1",
+    "helium": "Helium",
+    "seed_oss": "SeedOss",
+    "stablelm": "StableLm",
+    "cwm": "Cwm",
+    "diffllama": "DiffLlama",
 }
 
 

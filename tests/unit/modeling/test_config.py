@@ -51,7 +51,7 @@ def test_names_without_torch_are_those_of_the_classes(base: str) -> None:
 
 
 def test_every_base_has_names() -> None:
-    assert set(STEMS) == set(BASES)
+    assert set(STEMS) >= set(BASES)
     assert modeling_file().name == "modeling_moesaic.py"
     with pytest.raises(MoesaicError, match="model_type 'gpt2' has no MoE architecture; the bases that have one are ll"):
         class_names("gpt2")
