@@ -351,6 +351,16 @@ def test_identical_specialists_are_allowed_and_said(folders, tmp_path):
     assert not any("identical" in line for line in different.notices)
 
 
+def test_identical_specialists_that_are_not_the_base(folders, tmp_path):
+    result = upcycle(recipe_for([folders[0], *[folders[1]] * 4]), tmp_path / "out", quiet=True)
+    assert result.statement.code == "D2"
+    assert "the specialists' common one" in result.statement.text
+    # Half of the output comes from the base then, so this is not the specialists' FFN.
+    shared = upcycle(recipe_for([folders[0], *[folders[1]] * 4], shared_experts=1), tmp_path / "shared", quiet=True)
+    assert shared.statement.code != "S1"
+    assert any("the experts are identical" in line for line in shared.notices)
+
+
 def test_auto_router_falls_back_and_says_why(folders, tmp_path):
     result = upcycle(recipe_for(folders, shards=3), tmp_path / "out", quiet=True)
     assert result.plan.layer.router_init == "random"

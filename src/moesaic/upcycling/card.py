@@ -1,11 +1,13 @@
 """The model card of a converted checkpoint. No torch."""
 
+from moesaic.checkpoint import card
 from moesaic.upcycling.layout import UpcyclePlan
+from moesaic.upcycling.recipe import UpcycleRecipe
 from moesaic.upcycling.statement import Statement
 
 
 def model_card(plan: UpcyclePlan, promise: Statement, parameters: tuple[int, int]) -> str:
-    """README.md with the hub's metadata: what it was made of, how, how large it is and what it preserves.
+    """README.md: what it was made of, with which command, how large it is and what it preserves.
 
     Args:
         plan: the conversion.
@@ -13,48 +15,43 @@ def model_card(plan: UpcyclePlan, promise: Statement, parameters: tuple[int, int
         parameters: total and active ones.
     """
     layer, recipe = plan.layer, plan.recipe
-    hub_ids = [model.checkpoint.name for model in (plan.base, *plan.specialists) if model.checkpoint.revision]
-    metadata = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    if hub_ids:
-        metadata += ["base_model:", *(f"- {name.split('@')[0]}" for name in dict.fromkeys(hub_ids))]
-    metadata += ["tags:", "- moe", "- mixture-of-experts", "- moesaic", f"- {recipe.method}", "---"]
-    total, active = parameters
-    layers = f"{len(plan.moe_layers)} of {plan.base.num_layers} layers are MoE"
-    routing = f"routing `{layer.routing}`, softmax over {layer.weighting} experts, router `{layer.router_init}`"
-    shared = f" and {layer.shared_experts} shared" if layer.shared_experts else ""
-    lines = [
-        *metadata,
-        "",
-        f"# Mixture of experts from {plan.base.checkpoint.name}",
-        "",
-        f"Made by Moesaic with `{recipe.method}`: {layer.method.description} ({layer.method.paper}).",
-        "",
-        f"- {layer.experts} routed experts{shared} per MoE layer, {layer.top_k} active per token; {layers}",
-        f"- {routing}",
-        f"- {total:,} parameters, {active:,} active per token",
-        f"- at initialisation: {promise.text}",
-        "",
-        "Sources:",
-        "",
-        f"- base: `{plan.base.checkpoint.name}`",
-        *(
-            f"- {specialist.name}: `{model.checkpoint.name}`"
-            for specialist, model in zip(recipe.specialists, plan.specialists, strict=True)
-        ),
-        "",
-        "The same again:",
-        "",
-        "```",
-        "moesaic upcycle --config recipe.yaml OUT",
-        "```",
-        "",
-        "Use it with transformers; the architecture's code is in this folder:",
-        "",
-        "```python",
-        "from transformers import AutoModelForCausalLM",
-        "",
+    named = zip(recipe.specialists, plan.specialists, strict=True)
+    facts: dict[str, object] = {
+        "Method": f"{recipe.method}: {layer.method.description} ({layer.method.paper})",
+        "Base": plan.base.checkpoint.name,
+        **{f"Specialist {specialist.name}": model.checkpoint.name for specialist, model in named},
+        "Routed experts per MoE layer": f"{layer.experts}, {layer.top_k} active per token",
+        "Shared experts": layer.shared_experts,
+        "MoE layers": f"{len(plan.moe_layers)} of {plan.base.num_layers}",
+        "Routing": f"{layer.routing}, softmax over {layer.weighting} experts, router {layer.router_init}",
+        "Parameters": f"{parameters[0]:,}, {parameters[1]:,} active per token",
+        "At initialisation": f"{promise.code}: {promise.text}",
+    }
+    text = card.model_card(
+        title=f"Mixture of experts from {plan.base.checkpoint.name}",
+        bases=[model.checkpoint.name for model in plan.models],
+        tags=["moe", recipe.method],
+        command=command(recipe),
+        facts=facts,
+    )
+    usage = card.fenced(
+        "from transformers import AutoModelForCausalLM\n\n"
         'model = AutoModelForCausalLM.from_pretrained("OUT", trust_remote_code=True)',
-        "```",
-        "",
-    ]
-    return "\n".join(lines)
+        language="python",
+    )
+    return f"{text}\nThe architecture's code is in this folder, so transformers needs nothing else:\n\n{usage}\n"
+
+
+def command(recipe: UpcycleRecipe) -> list[str]:
+    """The command line that makes the same checkpoint in a folder OUT, nothing left to defaults."""
+    flags = {
+        name: getattr(recipe, name)
+        for name in recipe.__dataclass_fields__
+        if name not in ("base", "specialists", "allow_nonfinite")
+    }
+    specialists = [f"--specialist={specialist.name}={specialist.path}" for specialist in recipe.specialists]
+    if recipe.specialists:
+        del flags["experts"]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    nonfinite = ["--allow-nonfinite"] if recipe.allow_nonfinite else []
+    return ["moesaic", "upcycle", recipe.base, "OUT", *specialists, *options, *nonfinite]

@@ -61,11 +61,14 @@ class UpcyclePlan:
             return (BASE,)
         return tuple(sorted({copies(number, spec.shards).source for number in range(spec.experts)}))
 
+    def ffn_sources(self) -> tuple[int, ...]:
+        """Numbers of the sources whose FFNs are used: for experts, and the base's for shared experts."""
+        return tuple(sorted({*self.expert_sources(), *([BASE] if self.layer.shared_experts else [])}))
+
     def used_tensors(self) -> list[list[TensorInfo]]:
         """Per source, the stored tensors that go into the result."""
-        needed = {*self.expert_sources(), *([BASE] if self.layer.shared_experts else [])}
         carried = {(info.file, info.name) for infos in self.carried.values() for info in infos}
-        for source in needed:
+        for source in self.ffn_sources():
             for layer in self.moe_layers:
                 rows = [value for value in vars(self.models[source].ffns[layer]).values() if value is not None]
                 carried |= {(row.info.file, row.info.name) for row in rows}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from moesaic.checkpoint.card import write_card
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.output import output_folder, require_disk
 from moesaic.checkpoint.pio import explained
@@ -78,20 +79,20 @@ def upcycle(
     side_bytes = sum((plan.base.checkpoint.path / name).stat().st_size for name in side_files(plan.base.checkpoint))
     require_disk(out, plan.files.nbytes + side_bytes + _SMALL_FILES_BYTES)
     if dry_run:
-        promise = statement(plan.layer, identical=len(plan.expert_sources()) == 1)
+        promise = statement(plan.layer, identical=len(plan.ffn_sources()) == 1)
         return UpcycleResult(out=None, plan=plan, statement=promise, notices=plan.notices, seconds=0.0)
     count = workers or min(len(os.sched_getaffinity(0)), 8)
     with (
         output_folder(out, overwrite, sources=[model.checkpoint.path for model in plan.models]) as folder,
         _one_thread_per_job(),
     ):
-        hashes, identical = _check_sources(plan, count, quiet)
-        if identical and plan.specialists:
+        hashes = _check_sources(plan, count, quiet)
+        if plan.specialists and _equal_ffns(plan, hashes, plan.expert_sources()):
             notices.append(
                 "all specialists have the same FFN weights: the experts are identical until they are trained"
             )
             notice(notices[-1], quiet=quiet)
-        promise = statement(plan.layer, identical=identical)
+        promise = statement(plan.layer, identical=_equal_ffns(plan, hashes, plan.ffn_sources()))
         written = _write(plan, folder, count, quiet)
         _write_small_files(plan, folder, hashes, written, promise)
     return UpcycleResult(
@@ -114,14 +115,29 @@ def _one_thread_per_job() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _check_sources(plan: UpcyclePlan, workers: int, quiet: bool) -> tuple[Hashes, bool]:
-    """Read everything that goes into the result: refuse NaN and infinity, hash, and tell whether all experts are equal.
+def _check_sources(plan: UpcyclePlan, workers: int, quiet: bool) -> Hashes:
+    """Read everything that goes into the result once: refuse NaN and infinity, and hash.
 
-    Where the specialists' FFNs are equal the rest is read as well: then the record's hashes of whole checkpoints tell
-    `verify` whether the sources are the same model.
+    Where all experts come from equal FFNs of several sources, the rest is read as well: with the hashes of whole
+    checkpoints in the record, `verify` can tell whether the sources are the same model.
     """
-    used = plan.used_tensors()
-    hashes = _scan(plan, used, workers, quiet)
+    hashes = _scan(plan.used_tensors(), workers, quiet, plan.recipe.allow_nonfinite)
+    if not plan.specialists or not _equal_ffns(plan, hashes, plan.expert_sources()):
+        return hashes
+    pairs = zip(plan.models, hashes, strict=True)
+    rest = [[info for name, info in model.checkpoint.tensors.items() if name not in found] for model, found in pairs]
+    more = _scan(rest, workers, quiet, allow_nonfinite=True)
+    return [first | second for first, second in zip(hashes, more, strict=True)]
+
+
+def _scan(tensors: list[list[TensorInfo]], workers: int, quiet: bool, allow_nonfinite: bool) -> Hashes:
+    total = sum(info.nbytes for infos in tensors for info in infos)
+    with progress(total, label="checking the sources", quiet=quiet) as tick:
+        return [scan(infos, workers, allow_nonfinite, tick) for infos in tensors]
+
+
+def _equal_ffns(plan: UpcyclePlan, hashes: Hashes, sources: Sequence[int]) -> bool:
+    """Whether these sources have the same FFN weights in all MoE layers."""
     ffns = [
         [
             hashes[source][rows.info.name]
@@ -129,23 +145,9 @@ def _check_sources(plan: UpcyclePlan, workers: int, quiet: bool) -> tuple[Hashes
             for rows in vars(plan.ffns(layer)[source]).values()
             if rows is not None
         ]
-        for source in plan.expert_sources()
+        for source in sources
     ]
-    identical = all(hashes_of == ffns[0] for hashes_of in ffns)
-    if identical and len(ffns) > 1:
-        tensors = [list(model.checkpoint.tensors.values()) for model in plan.models]
-        rest = [
-            [info for info in infos if info.name not in found] for infos, found in zip(tensors, hashes, strict=True)
-        ]
-        more = _scan(plan, rest, workers, quiet)
-        hashes = [first | second for first, second in zip(hashes, more, strict=True)]
-    return hashes, identical
-
-
-def _scan(plan: UpcyclePlan, tensors: list[list[TensorInfo]], workers: int, quiet: bool) -> Hashes:
-    total = sum(info.nbytes for infos in tensors for info in infos)
-    with progress(total, label="checking the sources", quiet=quiet) as tick:
-        return [scan(infos, workers, plan.recipe.allow_nonfinite, tick) for infos in tensors]
+    return all(hashes_of == ffns[0] for hashes_of in ffns)
 
 
 def _write(plan: UpcyclePlan, folder: Path, workers: int, quiet: bool) -> Written:
@@ -185,9 +187,9 @@ def _write_small_files(plan: UpcyclePlan, folder: Path, hashes: Hashes, written:
     texts = {
         "config.json": config_text(plan),
         "recipe.yaml": dump_recipe(plan.recipe),
-        "README.md": model_card(plan, promise, UpcycleResult.count(plan)),
         modeling_file().name: modeling_file().read_text(encoding="utf-8"),
     }
+    write_card(folder, model_card(plan, promise, UpcycleResult.count(plan)))
     for name, text in texts.items():
         path = folder / name
         with explained(path):

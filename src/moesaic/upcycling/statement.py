@@ -30,7 +30,7 @@ def statement(spec: LayerSpec, *, identical: bool) -> Statement:
 
     Args:
         spec: the resolved MoE layers.
-        identical: whether all experts come from the same FFN (one source, or specialists with equal weights).
+        identical: whether all experts, shared ones included, come from the same FFN (one source, or equal weights).
     """
     routed = _routed(spec, identical)
     if not spec.shared_experts:
@@ -55,6 +55,7 @@ def statement(spec: LayerSpec, *, identical: bool) -> Statement:
 
 def _routed(spec: LayerSpec, identical: bool) -> Statement:
     """The statement about the routed experts' sum, apart from the half that shared experts take."""
+    whose = ", FFN being the specialists' common one" if spec.specialists else ""
     obstacle = _obstacle(spec)
     if obstacle or not identical:
         return _composed(spec, identical, obstacle)
@@ -62,11 +63,13 @@ def _routed(spec: LayerSpec, identical: bool) -> Statement:
         return Statement(
             code="N2",
             text="y = rho(x) * FFN(x) with rho(x) = E/T * sum over the T groups that a token uses of the probability "
-            "of one member; rho is at least 1, and 1 only for a flat router",
+            f"of one member; rho is at least 1, and 1 only for a flat router{whose}",
         )
     if spec.router_init == "latin_square" and spec.shards > 1:
-        return Statement(code="D2", text="y = FFN(x) for every x: the latin square gives every token all shards")
-    return Statement(code="N1", text="y = FFN(x) for every x and every router that keeps whole groups together")
+        return Statement(
+            code="D2", text=f"y = FFN(x) for every x: the latin square gives every token all shards{whose}"
+        )
+    return Statement(code="N1", text=f"y = FFN(x) for every x and every router that keeps whole groups together{whose}")
 
 
 def _composed(spec: LayerSpec, identical: bool, obstacle: str | None) -> Statement:
