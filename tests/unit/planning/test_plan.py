@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moesaic.checkpoint.layout import OutputTensor, plan_files
 from moesaic.errors import MoesaicError
-from moesaic.planning import plan
+from moesaic.planning import PlanReport, plan
 from moesaic.planning.planner import RECIPES
 from moesaic.planning.report import duration, number, size
 from moesaic.planning.shapes import config_shapes
@@ -32,6 +32,12 @@ TINY = {
 }
 
 
+def planned(source, **options) -> PlanReport:
+    report = plan(source, **options)
+    assert isinstance(report, PlanReport)
+    return report
+
+
 def save(folder, model_type="llama", dtype=torch.bfloat16, **changes):
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**TINY, **changes})
@@ -42,7 +48,7 @@ def save(folder, model_type="llama", dtype=torch.bfloat16, **changes):
 
 def test_dense_checkpoint(tmp_path):
     model = save(tmp_path / "base")
-    report = plan(tmp_path / "base", context=100)
+    report = planned(tmp_path / "base", context=100)
     weights = sum(p.numel() for p in model.parameters())
     assert report.kind == "dense checkpoint"
     assert report.parameters.total == report.parameters.active == weights
@@ -60,7 +66,7 @@ def test_dense_checkpoint(tmp_path):
 
 def test_native_moe_checkpoint(tmp_path):
     model = save(tmp_path / "moe", "mixtral", num_local_experts=4, num_experts_per_tok=1)
-    report = plan(str(tmp_path / "moe"))
+    report = planned(str(tmp_path / "moe"))
     routed = 2 * 4 * 3 * 32 * 48
     assert report.kind == "MoE checkpoint"
     assert report.parameters.routed == routed
@@ -83,9 +89,9 @@ def test_upcycle_recipe_from_a_file(tmp_path):
         f"base: {tmp_path}/base\nmethod: divmoe\nspecialists:\n"
         f"  - {{name: math, path: {tmp_path}/math}}\n  - {{name: code, path: {tmp_path}/code}}\n",
     )
-    report = plan(path)
+    report = planned(path)
     ffn = 2 * 3 * 32 * 48
-    base = plan(tmp_path / "base").parameters
+    base = planned(tmp_path / "base").parameters
     router = 2 * 4 * 32
     assert report.parameters.total == base.total + ffn + router  # N=2 whole FFNs instead of one
     assert report.parameters.active == base.total + router  # K=M=2 half FFNs
@@ -107,9 +113,9 @@ def test_layers_and_shared_experts_of_a_recipe_count(tmp_path):
         layers="every:2",
         dtype="float32",
     )
-    report = plan(recipe)
+    report = planned(recipe)
     ffn = 3 * 32 * 48
-    base = plan(tmp_path / "base").parameters.total
+    base = planned(tmp_path / "base").parameters.total
     assert report.parameters.total == base + 2 * (2 + 2) * ffn + 2 * 3 * 32
     assert report.parameters.active == base + 2 * 2 * ffn + 2 * 3 * 32
     assert report.parameters.shared == 2 * 2 * ffn
@@ -183,7 +189,7 @@ def test_recipes_in_the_package_on_files_of_the_real_size(tmp_path, name):
     recipe["base"] = str(folder)
     for specialist in recipe.get("specialists") or []:
         specialist["path"] = str(folder)
-    report = plan(recipe)
+    report = planned(recipe)
     if "divmoe" in name:
         total, active = {"qwen3-4b": (12.1, 4.0), "qwen3-1.7b": (4.9, 1.7), "llama-3.2-1b": (3.7, 1.2)}[released(name)]
         assert round(report.parameters.total / 1e9, 1) == total
