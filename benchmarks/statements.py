@@ -2,8 +2,8 @@
 
     python benchmarks/statements.py BASE [--seeds 20] [--tokens 250]
 
-Each seed is one `moesaic upcycle` with the base as all four specialists (N = 4, M = K = 2) and one `moesaic verify`. The
-table gives, as means over layers, the share of tokens whose two experts cover both shards and the norm of the FFN's
+Each seed is one `moesaic upcycle` with the base as all four specialists (N = 4, M = K = 2) and one `moesaic verify`.
+The table gives, as means over layers, the share of tokens whose two experts cover both shards and the norm of the FFN's
 output against the dense one. With a random router the first is 50% (M!/M^M); the linear limit of the second is 4.
 """
 
