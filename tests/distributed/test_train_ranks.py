@@ -119,7 +119,9 @@ def train_with_disjoint_experts(values: dict[str, Any], out: Path) -> None:
 
     def biased(recipe, out, world):
         trained = build(recipe, out, world)
+        assert trained.installation is not None
         bias = trained.installation.selection_bias
+        assert bias is not None
         first = 0 if world.rank else 6
         bias[:, first : first + 2] = 1e3
         return trained

@@ -28,8 +28,8 @@ PEAK_FLOPS: Mapping[str, float] = {
 }
 """Dense bf16 FLOP/s of a device by a word of its name, from the makers' data sheets (without sparsity)."""
 _DEVICE = "H100"
-UTILISATION = 0.35
-"""Share of the peak that hours are stated for. DivMoE's 26,500 H20-hours for 500B tokens come to 0.36 of an H20's."""
+UTILISATION = 0.4
+"""Share of the peak that hours are stated for: what DivMoE's 26,500 H20-hours for 500B tokens come to."""
 _FP32 = 4
 _ADAMW_BYTES = 4 * _FP32  # weight, gradient, two moments
 
