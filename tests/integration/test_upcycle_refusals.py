@@ -339,6 +339,14 @@ def test_a_dry_run_writes_nothing(folders, tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_target_that_exists_or_is_a_source_is_refused_by_a_dry_run_too(folders, tmp_path, dry_run):
+    (tmp_path / "there").mkdir()
+    for target, reason in ((tmp_path / "there", "exists"), (folders[0], "is the source")):
+        with pytest.raises(MoesaicError, match=reason):
+            upcycle(recipe_for(folders), target, dry_run=dry_run, quiet=True)
+
+
 # --- allowed, and said ------------------------------------------------------------------------------------------------
 
 

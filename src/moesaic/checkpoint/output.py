@@ -40,7 +40,7 @@ def output_folder(target: str | Path, overwrite: bool = False, *, sources: Itera
     parent that cannot be written. Errors of the disk inside the block become MoesaicErrors; SIGTERM and SIGHUP clean
     up as Ctrl-C does. `overwrite` needs space for the old and the new folder at once.
     """
-    final = _checked(Path(target), overwrite, sources)
+    final = check_target(target, overwrite, sources=sources)
     made = _make_parents(final.parent)
     try:
         _clear_leftovers(final)
@@ -90,8 +90,9 @@ def _readable(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def _checked(target: Path, overwrite: bool, sources: Iterable[Path]) -> Path:
-    """The absolute target without links, after the checks that need no writing."""
+def check_target(target: str | Path, overwrite: bool = False, *, sources: Iterable[Path] = ()) -> Path:
+    """The absolute target without links; refuses (MoesaicError) what `output_folder` refuses without writing."""
+    target = Path(target)
     final = target.resolve() if overwrite else target.parent.resolve() / target.name
     if final.name in ("", "..") or final == final.parent:
         raise MoesaicError(f"{target}: not the name of a new folder")

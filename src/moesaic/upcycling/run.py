@@ -11,7 +11,7 @@ import torch
 
 from moesaic.checkpoint.card import write_card
 from moesaic.checkpoint.headers import TensorInfo
-from moesaic.checkpoint.output import output_folder, require_disk
+from moesaic.checkpoint.output import check_target, output_folder, require_disk
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.provenance import (
     combine,
@@ -77,13 +77,15 @@ def upcycle(
     for line in notices:
         notice(line, quiet=quiet)
     side_bytes = sum((plan.base.checkpoint.path / name).stat().st_size for name in side_files(plan.base.checkpoint))
+    folders = [model.checkpoint.path for model in plan.models]
+    check_target(out, overwrite, sources=folders)
     require_disk(out, plan.files.nbytes + side_bytes + _SMALL_FILES_BYTES)
     if dry_run:
         promise = statement(plan.layer, identical=len(plan.ffn_sources()) == 1)
         return UpcycleResult(out=None, plan=plan, statement=promise, notices=plan.notices, seconds=0.0)
     count = workers or min(len(os.sched_getaffinity(0)), 8)
     with (
-        output_folder(out, overwrite, sources=[model.checkpoint.path for model in plan.models]) as folder,
+        output_folder(out, overwrite, sources=folders) as folder,
         _one_thread_per_job(),
     ):
         hashes = _check_sources(plan, count, quiet)
