@@ -1,7 +1,6 @@
-"""A new checkpoint made of the tensors of others: copied whole, with slots along one axis chosen again, or computed.
+"""A new checkpoint made of the tensors of others (`pieces` says of which parts of them).
 
-`expand` repeats slots, `extract` leaves some out, `merge-back` takes them from two checkpoints. What is copied moves as
-bytes: no dtype changes and no arithmetic touches it.
+`expand` repeats slots of experts, `extract` leaves some out, `merge-back` takes them from two checkpoints.
 """
 
 import json
@@ -10,9 +9,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,17 @@ import torch
 from torch import Tensor
 
 from moesaic.checkpoint.card import write_card
-from moesaic.checkpoint.headers import DTYPE_BITS, TensorInfo
-from moesaic.checkpoint.layout import DEFAULT_SHARD_SIZE, Layout, OutputTensor, plan_files
+from moesaic.checkpoint.headers import DTYPE_BITS
+from moesaic.checkpoint.layout import DEFAULT_SHARD_SIZE, Layout, plan_files
 from moesaic.checkpoint.output import output_folder, require_disk
+from moesaic.checkpoint.pieces import ComputedTensor, CopiedTensor, NewTensor, Work
+from moesaic.checkpoint.pieces import slot_tensor as slot_tensor
+from moesaic.checkpoint.pieces import whole as whole
 from moesaic.checkpoint.pio import explained, read_into
 from moesaic.checkpoint.provenance import (
     combine,
     copy_side_files,
+    read_provenance,
     side_files,
     source_record,
     weights_hash,
@@ -48,40 +50,6 @@ _OURS = "moesaic_"
 Tick = Callable[[float], object]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """`nbytes` consecutive bytes of a stored tensor, from its byte `start` on."""
-
-    source: TensorInfo
-    start: int
-    nbytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class CopiedTensor:
-    """An output tensor whose bytes are those of `runs`, one after the other."""
-
-    output: OutputTensor
-    runs: tuple[Run, ...]
-
-    @property
-    def sources(self) -> tuple[TensorInfo, ...]:
-        """The stored tensors that it is made of, each once."""
-        return tuple({(run.source.file, run.source.name): run.source for run in self.runs}.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComputedTensor:
-    """A small output tensor that is computed, in the dtype and shape of `output`, from `sources`."""
-
-    output: OutputTensor
-    sources: tuple[TensorInfo, ...]
-    compute: Callable[[], Tensor]
-
-
-NewTensor = CopiedTensor | ComputedTensor
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rewrite:
     """Everything about a new checkpoint, resolved from headers."""
@@ -98,6 +66,9 @@ class Rewrite:
     """README.md."""
     record: Mapping[str, Any]
     """Further keys of moesaic.json."""
+    work: tuple[Work, ...] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Further small files: name -> content."""
     shard_size: int = DEFAULT_SHARD_SIZE
     allow_nonfinite: bool = False
 
@@ -105,45 +76,6 @@ class Rewrite:
     def files(self) -> Layout:
         """Names, sizes and headers of the weight files."""
         return plan_files((tensor.output for tensor in self.tensors), self.shard_size)
-
-
-def whole(source: TensorInfo, name: str | None = None) -> CopiedTensor:
-    """A stored tensor as it is, under its own name or another."""
-    output = OutputTensor(name=name or source.name, dtype=source.dtype, shape=source.shape)
-    return CopiedTensor(output=output, runs=(Run(source=source, start=0, nbytes=source.nbytes),))
-
-
-def slot_tensor(name: str, picks: Sequence[tuple[TensorInfo, int]], *, axis: int = 0) -> CopiedTensor:
-    """The tensor whose slot i along `axis` is slot `picks[i][1]` of the stored tensor `picks[i][0]`.
-
-    All stored tensors have one dtype and, but for `axis`, one shape.
-    """
-    first = picks[0][0]
-    around = (first.shape[:axis], first.shape[axis + 1 :], first.dtype)
-    inner = prod(first.shape[axis + 1 :]) * DTYPE_BITS[first.dtype] // 8
-    for source, slot in picks:
-        assert (source.shape[:axis], source.shape[axis + 1 :], source.dtype) == around, source.name
-        assert 0 <= slot < source.shape[axis], (source.name, slot)
-    pieces = (
-        Run(source=source, start=(outer * source.shape[axis] + slot) * inner, nbytes=inner)
-        for outer in range(prod(first.shape[:axis]))
-        for source, slot in picks
-    )
-    shape = (*first.shape[:axis], len(picks), *first.shape[axis + 1 :])
-    return CopiedTensor(output=OutputTensor(name=name, dtype=first.dtype, shape=shape), runs=tuple(_joined(pieces)))
-
-
-def stack_rows(name: str, shape: tuple[int, ...], parts: Sequence[tuple[TensorInfo, int, int]]) -> CopiedTensor:
-    """A tensor of `shape` that is rows `start:stop` of each part, one after the other, in memory order."""
-    dtype = parts[0][0].dtype
-    runs = []
-    for source, start, stop in parts:
-        assert source.dtype == dtype, (source.name, source.dtype, dtype)
-        row = source.nbytes // max(source.shape[0], 1)
-        runs.append(Run(source=source, start=start * row, nbytes=(stop - start) * row))
-    tensor = CopiedTensor(output=OutputTensor(name=name, dtype=dtype, shape=shape), runs=tuple(_joined(runs)))
-    assert sum(run.nbytes for run in runs) == tensor.output.nbytes, (name, shape)
-    return tensor
 
 
 def check_space(plan: Rewrite, out: str | Path) -> None:
@@ -172,6 +104,15 @@ def rewrite(
         written = _write(plan, folder, count, quiet)
         _write_small_files(plan, folder, hashes, written)
     return written
+
+
+def original_experts(checkpoint: Checkpoint, count: int, layers: int) -> list[list[int]]:
+    """Per MoE layer, the id that each expert had in the first model of a chain of `expand` and `extract`."""
+    record = read_provenance(checkpoint.path) or {}
+    known = record.get("experts", {}).get("original", [])
+    if len(known) == layers and all(len(ids) == count for ids in known):
+        return known
+    return [list(range(count)) for _ in range(layers)]
 
 
 def run_jobs(jobs: Iterable[Callable[[], None]], stop: threading.Event, workers: int) -> None:
@@ -215,23 +156,9 @@ def source_records(
     return records
 
 
-def _joined(runs: Iterable[Run]) -> Iterator[Run]:
-    """The same bytes in as few runs as possible."""
-    last: Run | None = None
-    for run in runs:
-        if last is not None and run.source is last.source and run.start == last.start + last.nbytes:
-            last = Run(source=last.source, start=last.start, nbytes=last.nbytes + run.nbytes)
-            continue
-        if last is not None:
-            yield last
-        last = run
-    if last is not None:
-        yield last
-
-
 def _check_sources(plan: Rewrite, workers: int, quiet: bool) -> list[dict[str, str]]:
     """Hashes of the tensors that are used, by name, per source."""
-    used = {(info.file, info.name) for tensor in plan.tensors for info in tensor.sources}
+    used = {(info.file, info.name) for part in (*plan.tensors, *plan.work) for info in part.sources}
     infos = [
         [info for info in checkpoint.tensors.values() if (info.file, info.name) in used]
         for _, checkpoint in plan.sources
@@ -250,7 +177,8 @@ def _write(plan: Rewrite, folder: Path, workers: int, quiet: bool) -> Written:
     ):
         # Large ones first, so that no thread is left alone with one at the end.
         ordered = sorted(plan.tensors, key=lambda tensor: -tensor.output.nbytes)
-        run_jobs([_job(tensor, writer, stop, tick) for tensor in ordered], stop, workers)
+        work = [_work_job(work, writer, stop, tick) for work in plan.work]
+        run_jobs([*work, *(_job(tensor, writer, stop, tick) for tensor in ordered)], stop, workers)
         return writer.finish(workers)
 
 
@@ -269,11 +197,26 @@ def _job(tensor: NewTensor, writer: CheckpointWriter, stop: threading.Event, tic
     return copy if isinstance(tensor, CopiedTensor) else compute
 
 
+def _work_job(work: Work, writer: CheckpointWriter, stop: threading.Event, tick: Tick) -> Callable[[], None]:
+    def put(name: str, start: int, values: Tensor) -> None:
+        writer.write(name, values, start)
+        tick(values.nbytes)
+
+    def compute() -> None:
+        if not stop.is_set():
+            work.run(put)
+
+    return compute
+
+
 def _copy_runs(tensor: CopiedTensor, writer: CheckpointWriter, stop: threading.Event, tick: Tick) -> None:
     itemsize = DTYPE_BITS[tensor.output.dtype] // 8
     buffer = memoryview(bytearray(min(_BLOCK_BYTES, max((run.nbytes for run in tensor.runs), default=0))))
     position = 0
     for run in tensor.runs:
+        if run.source is None:
+            position += run.nbytes
+            continue
         with explained(run.source.file):
             fd = os.open(run.source.file, os.O_RDONLY)
         try:
@@ -294,6 +237,7 @@ def _write_small_files(plan: Rewrite, folder: Path, hashes: list[dict[str, str]]
     texts = {
         "config.json": json.dumps(plan.config, indent=2, sort_keys=True, ensure_ascii=False) + "\n",
         "recipe.yaml": dump_recipe(plan.recipe),
+        **plan.texts,
     }
     if str(plan.config.get("model_type")).startswith(_OURS):
         texts[modeling_file().name] = modeling_file().read_text(encoding="utf-8")

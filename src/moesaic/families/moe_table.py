@@ -16,6 +16,7 @@ class MoEFamily:
     are: `selected` (they sum to 1, before scaling), `all` (the scores as they are), or the config key that decides
     between the two. `scaling_key` multiplies the weights, `group_keys` are the number of groups and of groups chosen in
     group-limited selection, `selection_bias` says that a bias is added to the scores for the selection alone.
+    `interleaved`: stacked matrices are (input, output), and the outputs of gate and up alternate.
     """
 
     model_type: str
@@ -26,6 +27,7 @@ class MoEFamily:
     scaling_key: str | None = None
     group_keys: tuple[str, str] | None = None
     selection_bias: bool = False
+    interleaved: bool = False
 
 
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -38,7 +40,7 @@ _ROWS = (
     MoEFamily(model_type="qwen2_moe", experts_key="num_experts", weighting="norm_topk_prob"),
     MoEFamily(model_type="qwen3_moe", experts_key="num_experts", weighting="norm_topk_prob"),
     MoEFamily(model_type="mixtral", experts_key="num_local_experts"),
-    MoEFamily(model_type="gpt_oss", experts_key="num_local_experts"),
+    MoEFamily(model_type="gpt_oss", experts_key="num_local_experts", interleaved=True),
     MoEFamily(model_type="granitemoe", experts_key="num_local_experts"),
     MoEFamily(model_type="granitemoeshared", experts_key="num_local_experts"),
     # transformers' DeepSeek-V2 never renormalises, whatever its config's norm_topk_prob says.

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from moesaic.checkpoint.layout import OutputTensor
+from moesaic.checkpoint.pieces import ComputedTensor, Work, concatenated, gap, slot_tensor, whole
 from moesaic.checkpoint.provenance import fingerprint, read_provenance
-from moesaic.checkpoint.rewrite import ComputedTensor, Rewrite, rewrite, slot_tensor, stack_rows, whole
+from moesaic.checkpoint.rewrite import Rewrite, original_experts, rewrite
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.errors import MoesaicError
 from tests.tiny_files import checkpoint_folder
@@ -86,12 +87,38 @@ def test_slots_along_every_axis_are_what_indexing_gives(tmp_path, source, tensor
         assert result[name].dtype == tensor.dtype
 
 
-def test_rows_of_several_tensors_are_stacked(tmp_path, source, tensors):
+def test_whole_tensors_one_after_the_other(tmp_path, source, tensors):
     a, b = source.tensors["a"], source.tensors["b"]
-    new = stack_rows("stacked", (2, 2, 3, 2), [(a, 1, 2), (b, 0, 1), (a, 2, 4)])
-    rewrite(plan_of(source, new), tmp_path / "out", quiet=True)
-    rows = torch.cat([tensors["a"][1:2], tensors["b"][:1], tensors["a"][2:]])
-    assert torch.equal(written(tmp_path / "out")["stacked"], rows.view(2, 2, 3, 2))
+    rewrite(plan_of(source, concatenated("stacked", (2, 4, 3, 2), [a, b])), tmp_path / "out", quiet=True)
+    assert torch.equal(written(tmp_path / "out")["stacked"], torch.stack([tensors["a"], tensors["b"]]))
+
+
+def test_gaps_are_filled_by_work(tmp_path, source, tensors):
+    a = source.tensors["a"]
+    new = (slot_tensor("x", [(a, 0), None, (a, 2)]), gap(a, "y"), concatenated("z", (2, 4, 3, 2), [a, a.nbytes]))
+
+    def fill(put):
+        put("x", 6, tensors["b"][3])
+        put("y", 0, tensors["b"])
+        put("z", 24, tensors["b"])
+
+    work = (Work(sources=(source.tensors["b"],), run=fill),)
+    rewrite(plan_of(source, *new, work=work), tmp_path / "out", quiet=True)
+    result = written(tmp_path / "out")
+    assert torch.equal(result["x"], torch.stack([tensors["a"][0], tensors["b"][3], tensors["a"][2]]))
+    assert torch.equal(result["y"], tensors["b"])
+    assert torch.equal(result["z"], torch.stack([tensors["a"], tensors["b"]]))
+    with pytest.raises(RuntimeError, match="not complete"):
+        rewrite(plan_of(source, *new), tmp_path / "other", quiet=True)
+
+
+def test_ids_of_a_chain_of_rewrites(tmp_path, source):
+    assert original_experts(source, 3, 1) == [[0, 1, 2]]
+    record = {"experts": {"original": [[4, 1, 4]]}}
+    rewrite(plan_of(source, whole(source.tensors["a"]), record=record), tmp_path / "out", quiet=True)
+    made = open_checkpoint(tmp_path / "out")
+    assert original_experts(made, 3, 1) == [[4, 1, 4]]
+    assert original_experts(made, 2, 1) == [[0, 1]]
 
 
 def test_consecutive_slots_are_one_run(source):
@@ -141,6 +168,12 @@ def test_computed_tensors(tmp_path, source, tensors):
     new = ComputedTensor(output=output, sources=(vector,), compute=lambda: tensors["vector"] * 2)
     rewrite(plan_of(source, new), tmp_path / "out", quiet=True)
     assert torch.equal(written(tmp_path / "out")["c"], tensors["vector"] * 2)
+
+
+def test_further_files(tmp_path, source):
+    plan = plan_of(source, whole(source.tensors["a"]), texts={"utility.json": "{}"})
+    rewrite(plan, tmp_path / "out", quiet=True)
+    assert (tmp_path / "out" / "utility.json").read_text() == "{}"
 
 
 def test_a_failing_computation_leaves_nothing(tmp_path, source):
