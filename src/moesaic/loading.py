@@ -5,8 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.errors import MoesaicError
+from moesaic.progress import warn
+from moesaic.routing.install import reinstall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,6 +27,9 @@ def load(
 ) -> "PreTrainedModel":
     """Load a causal language model, dense or MoE, in evaluation mode.
 
+    A routing rule that training recorded in the checkpoint's moesaic.json is installed again. Tensors that the model
+    has no use for are named in a warning.
+
     Args:
         path: folder, or hub id `org/name[@revision]`.
         device: such as `cpu` or `cuda:1`. Default: cuda if there is one, else cpu.
@@ -31,8 +37,8 @@ def load(
         distributed: how the ranks of this process group share the model; each reads its own shards.
 
     Raises:
-        MoesaicError: the checkpoint, device or dtype cannot be used; weights that the model needs are not there (they
-            would be random), or are there and not used. No remote code runs.
+        MoesaicError: the checkpoint, device or dtype cannot be used, or weights that the model needs are not there
+            (they would be random). No remote code runs.
     """
     from transformers import AutoModelForCausalLM
 
@@ -56,7 +62,12 @@ def load(
     ):
         if names := sorted(map(_first, loading[kind])):
             raise MoesaicError(f"{path}: {what} {_some(names)}; the file is incomplete or its config.json is another's")
-    return (model if distributed is not None else model.to(place)).eval()
+    if unused := sorted(map(_first, loading["unexpected_keys"])):
+        warn(f"{path}: the model does not use {_some(unused)}")
+    model = model if distributed is not None else model.to(place)
+    if routing := (read_provenance(checkpoint.path) or {}).get("routing"):
+        reinstall(model, routing)
+    return model.eval()
 
 
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":

@@ -8,10 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from moesaic.checkpoint.provenance import write_provenance
 from moesaic.errors import MoesaicError
 from moesaic.generation import generate
 from moesaic.loading import load, load_tokenizer, pick_device, pick_dtype
+from moesaic.routing.config import RuleConfig
+from moesaic.routing.install import find_installation, install
 from tests.tiny_models import VOCABULARY, save_tiny, tiny_model
+from tests.tiny_moes import EXPERTS, save_tiny_moe
 
 
 @pytest.fixture
@@ -66,6 +70,26 @@ def test_tensors_of_another_shape_are_not_drawn_at_random(checkpoint):
     change_config(checkpoint, intermediate_size=24)
     assert "has a tensor of another shape for model.layers.0.mlp.down_proj.weight" in refusal(load, checkpoint)
     assert "and 3 more" in refusal(load, checkpoint)
+
+
+def test_tensors_that_the_model_does_not_use_are_named(checkpoint, capsys):
+    change_weights(checkpoint, lambda tensors: tensors.update({"model.layers.1.adapter.weight": torch.zeros(2)}))
+    load(checkpoint)
+    assert "does not use model.layers.1.adapter.weight" in capsys.readouterr().err
+
+
+def test_the_routing_rule_that_training_recorded_is_installed_again(tmp_path):
+    folder = save_tiny_moe(tmp_path / "moe", "qwen3_moe")
+    assert find_installation(load(folder)) is None
+    config = RuleConfig(rule="document_pool", pool_size=4)
+    bias = torch.arange(2 * EXPERTS, dtype=torch.float32).view(2, EXPERTS) / 100
+    record = install(load(folder), config, selection_bias=bias).to_record()
+    write_provenance(folder, verb="train", recipe={}, seed=0, sources=[], weights_hash="0", extra={"routing": record})
+    installation = find_installation(load(folder))
+    assert installation is not None
+    assert installation.config == config
+    assert installation.selection_bias is not None
+    assert torch.equal(installation.selection_bias, bias)
 
 
 @pytest.mark.parametrize(
