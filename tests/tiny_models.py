@@ -186,7 +186,7 @@ def tiny_moe_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     **changes: Any,
-) -> PreTrainedModel:
+) -> Any:
     """A tiny random MoE model on ``base`` in evaluation mode."""
     model = AutoModelForCausalLM.from_config(tiny_moe_config(base, tied=tied, num_layers=num_layers, **changes))
     randomize(model, seed)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ BASES = {"silu": "llama", "gelu": "gemma2"}
 ACTIVATIONS = {"silu": F.silu, "gelu": lambda x: F.gelu(x, approximate="tanh")}
 
 
-def make_experts(dtype: torch.dtype, *, act: str = "silu", bias: bool = False):
+def make_experts(dtype: torch.dtype, *, act: str = "silu", bias: bool = False) -> Any:
     config = tiny_moe_config(BASES[act], expert_mlp_bias=bias, experts_implementation="eager")
     experts = MoesaicSparseMoeBlock(config, 0).experts
     generator = torch.Generator().manual_seed(0)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from moesaic.modeling import modeling_file
 from tests.tiny_models import BASES, tiny_moe_model
 
-GROUPS = {"routing_rule": "one_per_group", "expert_groups": [0, 0, 1, 1, 2, 2], "moe_layers": [1]}
+GROUPS: dict[str, Any] = {"routing_rule": "one_per_group", "expert_groups": [0, 0, 1, 1, 2, 2], "moe_layers": [1]}
 
 
 def python(code: str, *arguments: object, cache: Path) -> str:
