@@ -262,6 +262,18 @@ def test_native_families_train_with_pools_and_reload(tmp_path, family):
     record = json.loads((tmp_path / "out" / "moesaic.json").read_text())["routing"]
     assert record["rule"]["rule"] == "document_pool"
     assert any(value != 0 for layer in record["selection_bias"] for value in layer)
+    installation = find_installation(model)
+    assert installation is not None
+    assert json.loads(json.dumps(installation.to_record())) == record
+
+
+def test_a_further_run_goes_on_with_the_selection_bias(tmp_path):
+    recipe = tiny_recipe(tmp_path / "in", losses={"bias_balancing": 0.01}, budget={"steps": 3})
+    run(recipe, tmp_path / "first")
+    run(recipe | {"model": str(tmp_path / "first"), "tokenizer": None, "losses": {}}, tmp_path / "second")
+    records = [json.loads((tmp_path / out / "moesaic.json").read_text()) for out in ("first", "second")]
+    assert records[0]["routing"]["selection_bias"] == records[1]["routing"]["selection_bias"]
+    assert records[1]["sources"][0]["weights_hash"] == records[0]["weights_hash"]
 
 
 def test_frozen_parameters_stay(tmp_path):

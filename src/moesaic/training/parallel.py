@@ -76,6 +76,8 @@ def joined_world(parallel: ParallelRecipe) -> Iterator[World]:
             f"parallel.fsdp * parallel.replicate = {wanted}, but {size} process{'es were' if size > 1 else ' was'} "
             f"started: run under `torchrun` with {wanted} processes in all, or change `parallel`"
         )
+    if parallel.cpu_offload and not torch.cuda.is_available():
+        raise MoesaicError("parallel.cpu_offload: true, but there is no CUDA device whose memory it would spare")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)

@@ -36,7 +36,7 @@ class Throughput:
     ) -> None:
         """Backward counts as twice the forward (the usual 3x); recomputation does not count."""
         shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-        self._flops = 3 * flops_per_token(shapes, config.to_dict(), sequence_length)
+        self._flops = 3 * flops_per_token(shapes, config.get_text_config().to_dict(), sequence_length)
         peak = None
         if device.type == "cuda" and precision == "bf16":
             words = torch.cuda.get_device_name(device).split()

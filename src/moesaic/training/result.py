@@ -103,7 +103,7 @@ def write_result(
     on_disk = revert_weight_conversion(trained.model, dict(tensors))
     digest = _write_weights(on_disk, aside)
     shapes = {name: tuple(tensor.shape) for name, tensor in on_disk.items()}
-    parameters = count_shapes(shapes, trained.config.to_dict())
+    parameters = count_shapes(shapes, trained.config.get_text_config().to_dict())
     _write_config(recipe, trained, aside)
     sources = _write_side_files(recipe, trained, tokenizer, aside)
     card = model_card(recipe, parameters=parameters, steps=steps, validation=validation)

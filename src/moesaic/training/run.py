@@ -177,7 +177,7 @@ def _start(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: bo
 
 def _build(recipe: TrainRecipe, out: Path, world: World, tokenizer: PreTrainedTokenizerBase, quiet: bool) -> Trainable:
     model = build_model(recipe, out, world)
-    refuse_larger_vocabulary(tokenizer, model.config.vocab_size)
+    refuse_larger_vocabulary(tokenizer, model.config.get_text_config().vocab_size)
     freeze(model.model, recipe.optimizer.frozen)
     notice(describe_trainable(model.model), quiet=quiet)
     copies = DTYPES[recipe.precision] if recipe.precision != "fp32" and world.size == 1 else None
