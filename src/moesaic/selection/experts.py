@@ -1,0 +1,105 @@
+"""One MoE block of a loaded model: where its parts are, and its experts run with the norm of every output.
+
+Letters: T tokens, D hidden, E experts, K active, H twice the experts' width, R rows of one expert.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from moesaic.errors import MoesaicError
+
+_ROUTER_NAMES = ("gate", "router")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MoEBlock:
+    """The modules of one MoE layer."""
+
+    block: nn.Module
+    router: nn.Module
+    """Returns (logits, weights, ids)."""
+    experts: Any
+    """All routed experts, stacked; called with (hidden, ids, weights)."""
+
+
+def find_block(layer: nn.Module) -> MoEBlock | None:
+    """The MoE block of a decoder layer; None for a dense layer."""
+    for block in layer.modules():
+        experts = getattr(block, "experts", None)
+        router = next((getattr(block, name) for name in _ROUTER_NAMES if hasattr(block, name)), None)
+        if isinstance(experts, nn.Module) and hasattr(experts, "gate_up_proj") and isinstance(router, nn.Module):
+            return MoEBlock(block=block, router=router, experts=experts)
+    return None
+
+
+def find_blocks(model: nn.Module) -> list[MoEBlock]:
+    """The MoE blocks of a model, in the order of its layers."""
+    layers = next(
+        (module for name, module in model.named_modules() if name.split(".")[-1] == "layers"), nn.ModuleList()
+    )
+    blocks = [block for block in map(find_block, layers.children()) if block is not None]
+    if not blocks:
+        raise MoesaicError(f"{type(model).__name__}: has no mixture-of-experts layer with a router and stacked experts")
+    return blocks
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
+    """Give one module another forward for a while; hooks still run around it."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = before
+
+
+def run_experts(
+    experts: Any,
+    hidden_TD: Float[Tensor, "tokens hidden"],
+    ids_TK: Int64[Tensor, "tokens active"],
+    weights_TK: Float[Tensor, "tokens active"],
+) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens active"]]:
+    """The experts' weighted sum as the model's own code computes it, and the 2-norm of each expert's output.
+
+    The norms are of the outputs before weighting, in fp32 (fp64 in an fp64 model). The assignments are sorted by expert
+    once, so the pass costs what a plain one does. Works on every experts module of transformers' interface: transposed
+    matrices, biases and gates of its own (GPT-OSS) included.
+    """
+    num_experts, active = experts.gate_up_proj.shape[0], ids_TK.shape[1]
+    order_A = ids_TK.reshape(-1).argsort(stable=True)
+    counts = ids_TK.reshape(-1).bincount(minlength=num_experts).tolist()
+    output_AD = hidden_TD.new_empty(order_A.numel(), hidden_TD.shape[1])
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            rows_R = order_A[start : start + count]
+            output_AD[rows_R] = _one_expert(experts, expert, hidden_TD[rows_R // active])
+            start += count
+    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+    norms_TK = torch.linalg.vector_norm(output_AD, dim=-1, dtype=wide).view_as(ids_TK)
+    weighted_TKD = output_AD.view(*ids_TK.shape, -1) * weights_TK.to(output_AD.dtype).unsqueeze(-1)
+    return weighted_TKD.sum(dim=1), norms_TK
+
+
+def _one_expert(experts: Any, expert: int, hidden_RD: Tensor) -> Tensor:
+    bias = experts.has_bias
+    gate_up_RH = _linear(experts, hidden_RD, experts.gate_up_proj[expert])
+    if bias:
+        gate_up_RH = gate_up_RH + experts.gate_up_proj_bias[expert]
+    output_RD = _linear(experts, experts._apply_gate(gate_up_RH), experts.down_proj[expert])
+    return output_RD + experts.down_proj_bias[expert] if bias else output_RD
+
+
+def _linear(experts: Any, input_RX: Tensor, weight: Tensor) -> Tensor:
+    return input_RX @ weight if experts.is_transposed else F.linear(input_RX, weight)

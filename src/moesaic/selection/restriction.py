@@ -1,0 +1,141 @@
+"""Evaluate a subset of the experts of a loaded model in place: `restrict`.
+
+A restricted router is the model's own router code run on its kept rows, with the ids mapped back: exactly what the
+router of the extracted checkpoint computes, whatever its kind (softmax or sigmoid, groups, biases). Nothing is copied
+for good, and weights that change in the meantime are seen.
+"""
+
+import copy
+from collections.abc import Sequence
+from types import MethodType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.errors import MoesaicError
+from moesaic.modeling.modeling_moesaic import group_members
+from moesaic.selection.choose import check_counts
+from moesaic.selection.experts import MoEBlock, find_blocks
+from moesaic.selection.rules import INSTALLED, install_cut
+from moesaic.selection.selection import Selection
+
+_ATTRIBUTE = "_moesaic_restriction"
+_UNRESTRICTED = "_moesaic_unrestricted"
+_OWN = ("forward", _ATTRIBUTE, _UNRESTRICTED, INSTALLED)
+
+
+class Restriction:
+    """A selection in force on a model; as a context manager, what held before is put back at the end of the block."""
+
+    def __init__(self, model: nn.Module, before: "_State | None") -> None:
+        self._model = model
+        self._before = before
+
+    def __enter__(self) -> "Restriction":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    def undo(self) -> None:
+        """Put back what held before: another selection, or all experts."""
+        _set(find_blocks(self._model), self._before)
+
+
+class _State:
+    """Kept ids per MoE layer, and the number of active experts."""
+
+    def __init__(self, kept: Sequence[Sequence[int]], top_k: int) -> None:
+        self.kept = kept
+        self.top_k = top_k
+
+
+def restrict(model: nn.Module, selection: Selection | None, *, top_k: int | None = None) -> Restriction:
+    """Let a loaded model use the selected experts only, without writing anything; the weights stay as they are.
+
+    Calling it again switches to another selection; None allows all experts again. The model computes what the
+    checkpoint of `extract` computes; layers may keep different numbers of experts.
+
+    Args:
+        model: a model of transformers or our own, not sharded.
+        selection: the experts to keep, of this model (its layers and number of experts are checked).
+        top_k: lower the number of active experts to this.
+
+    Returns:
+        A `Restriction`: `with restrict(model, selection): ...` ends it, and so does `undo()`.
+
+    Raises:
+        MoesaicError: the selection has other layers or experts than the model, or keeps less than the router needs.
+    """
+    blocks = find_blocks(model)
+    before = getattr(blocks[0].router, _ATTRIBUTE, (None, None))[0]
+    if selection is None:
+        _set(blocks, None)
+        return Restriction(model, before)
+    _check(model, blocks, selection)
+    config: Any = model.config
+    source = selection.source
+    active = check_counts(source, config.get_text_config().to_dict(), selection.kept, top_k=top_k, where="selection")
+    _set(blocks, _State(selection.kept, active))
+    return Restriction(model, before)
+
+
+def _check(model: nn.Module, blocks: Sequence[MoEBlock], selection: Selection) -> None:
+    counts = [block.experts.gate_up_proj.shape[0] for block in blocks]
+    expected = [selection.source.num_experts] * len(selection.layers)
+    if counts != expected:
+        raise MoesaicError(
+            f"selection: was made for {selection.source.name} with {expected[0]} experts in {len(expected)} MoE "
+            f"layers, but {type(model).__name__} has {counts[0]} in {len(counts)}; select again on this model"
+        )
+
+
+def _set(blocks: Sequence[MoEBlock], state: _State | None) -> None:
+    for layer, block in enumerate(blocks):
+        own = block.router.__dict__
+        if _ATTRIBUTE in own:
+            del own[_ATTRIBUTE], own["forward"]
+            if (before := own.pop(_UNRESTRICTED)) is not None:
+                own["forward"] = before
+        if state is not None:
+            own[_UNRESTRICTED] = own.get("forward")  # there where a training rule is installed
+            own[_ATTRIBUTE] = (state, layer)
+            own["forward"] = MethodType(_restricted_forward, block.router)
+
+
+def _restricted_forward(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    state, layer = getattr(router, _ATTRIBUTE)
+    return forward_cut(router, hidden_states, state.kept[layer], state.top_k)
+
+
+def forward_cut(router: Any, hidden_states: Tensor, kept: Sequence[int], top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A router's own forward with the rows of the kept experts: logits (-inf for the others), weights and ids."""
+    kept_C = torch.tensor(kept, device=router.weight.device)
+    cut = _cut_router(router, kept_C, top_k)
+    if INSTALLED in router.__dict__:
+        install_cut(router, cut, kept)
+        logits_TC, weights_TK, places_TK = cut.forward(hidden_states)
+    else:
+        logits_TC, weights_TK, places_TK = type(router).forward(cut, hidden_states)
+    logits_TE = logits_TC.new_full((logits_TC.shape[0], router.weight.shape[0]), float("-inf"))
+    return logits_TE.index_copy(1, kept_C, logits_TC), weights_TK, kept_C[places_TK]
+
+
+def _cut_router(router: Any, kept_C: Tensor, top_k: int) -> Any:
+    """A module like `router` whose parameters and buffers have only the kept rows; shares nothing that it changes."""
+    cut = copy.copy(router)
+    cut.__dict__ = {name: value for name, value in router.__dict__.items() if name not in _OWN}
+    stored = {**router._parameters, **router._buffers}
+    cut._parameters, cut._buffers = {}, {}
+    for name, tensor in stored.items():
+        cut.__dict__[name] = None if tensor is None else tensor.index_select(0, kept_C)
+    cut.num_experts, cut.top_k = len(kept_C), top_k
+    if getattr(router, "members", None):
+        # Our one_per_group: the groups that are left, with the members that are left.
+        group_of = {expert: group for group, members in enumerate(router.members) for expert in members}
+        cut.members = group_members([group_of[expert] for expert in kept_C.tolist()])
+        cut._members_on = {}
+    return cut

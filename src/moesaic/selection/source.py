@@ -1,0 +1,116 @@
+"""The model that statistics and selections belong to, as far as it decides what fits. Torch-free."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import xxhash
+
+from moesaic.checkpoint.pio import explained, read_into
+from moesaic.checkpoint.source import Checkpoint
+from moesaic.errors import MoesaicError
+from moesaic.families.moe import MoEModel
+
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceModel:
+    """Name, shape and hashes of an MoE checkpoint."""
+
+    name: str
+    revision: str | None
+    model_type: str
+    num_experts: int
+    top_k: int
+    num_groups: int
+    """Groups of group-limited selection (DeepSeek, GLM), 1 elsewhere; each keeps equally many experts."""
+    layers: tuple[int, ...]
+    """The MoE layers, by their index in the model."""
+    sample_hash: str
+    """See `sample_hash`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {"layers": list(self.layers)}
+
+
+def describe(checkpoint: Checkpoint, model: MoEModel) -> SourceModel:
+    """The identity of a checkpoint; reads a sample of each tensor."""
+    return SourceModel(
+        name=checkpoint.name,
+        revision=checkpoint.revision,
+        model_type=str(checkpoint.config["model_type"]),
+        num_experts=model.num_experts,
+        top_k=model.top_k,
+        num_groups=group_count(checkpoint.config, model),
+        layers=tuple(layer.layer for layer in model.layers),
+        sample_hash=sample_hash(checkpoint),
+    )
+
+
+def sample_hash(checkpoint: Checkpoint) -> str:
+    """xxh3 (128 bits, hex) over name, dtype and shape of every tensor and the first 4 KiB of it.
+
+    Of a tensor with three dimensions (stacked experts), of each of its slots. Any training changes it, and so does
+    putting back a single expert; reading whole checkpoints only to compare them would cost more than cutting them.
+    """
+    state = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_SAMPLE_BYTES))
+    for name in sorted(checkpoint.tensors):
+        info = checkpoint.tensors[name]
+        state.update(json.dumps([name, info.dtype, list(info.shape)]).encode())
+        slots = info.shape[0] if len(info.shape) == 3 else 1
+        slot_bytes = info.nbytes // max(slots, 1)
+        sample = buffer[: min(_SAMPLE_BYTES, slot_bytes)]
+        with explained(info.file):
+            fd = os.open(info.file, os.O_RDONLY)
+        try:
+            for slot in range(slots):
+                read_into(fd, sample, info.offset + slot * slot_bytes, info.file)
+                state.update(sample)
+        finally:
+            os.close(fd)
+    return state.hexdigest()
+
+
+def group_count(config: Mapping[str, Any], model: MoEModel) -> int:
+    """Number of groups among which the router chooses first; 1 where it does not."""
+    keys = model.family.group_keys
+    # "greedy" is DeepSeek-V2's name for plain top-k: the groups are then in the config, but unused.
+    if keys is None or config.get("topk_method") == "greedy":
+        return 1
+    return int(config.get(keys[0]) or 1)
+
+
+def source_from_json(value: Any, where: str) -> SourceModel:
+    """Read what `to_json` wrote; `where` is the file, for messages."""
+    names = SourceModel.__dataclass_fields__
+    if not isinstance(value, dict) or value.keys() != names.keys():
+        raise MoesaicError(f'{where}: "source" must be an object with the keys {", ".join(names)}')
+    whole = ("num_experts", "top_k", "num_groups")
+    for key in whole:
+        if not isinstance(value[key], int) or value[key] < 1:
+            raise MoesaicError(f"{where}: source.{key} must be a positive whole number, got {value[key]!r}")
+    if not isinstance(value["layers"], list) or not all(isinstance(layer, int) for layer in value["layers"]):
+        raise MoesaicError(f"{where}: source.layers must be a list of layer indices, got {value['layers']!r}")
+    fields: dict[str, Any] = value | {"layers": tuple(value["layers"])}
+    return SourceModel(**fields)
+
+
+def refuse_other_model(made_for: SourceModel, given: SourceModel, where: str) -> None:
+    """Refuse a model other than the one that `where` was made for: by shape, then by the hash of the weights."""
+    for key in ("model_type", "num_experts", "layers", "num_groups"):
+        wanted, found = getattr(made_for, key), getattr(given, key)
+        if wanted != found:
+            raise MoesaicError(
+                f"{where}: was made for {made_for.name} with {key} {wanted}, but {given.name} has {found}; "
+                "select again on this model"
+            )
+    if made_for.sample_hash != given.sample_hash:
+        raise MoesaicError(
+            f"{where}: was made for {made_for.name} with other weights (hash {made_for.sample_hash[:12]}) than "
+            f"{given.name} has (hash {given.sample_hash[:12]}); select again on this model"
+        )

@@ -1,0 +1,123 @@
+"""Sums over calibration tokens from which every score is computed. They add up: merging two files is exact. Torch-free.
+
+Letters: L MoE layers, E routed experts.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64, Int64
+from numpy import ndarray
+
+from moesaic.checkpoint.pio import explained
+from moesaic.checkpoint.source import load_json
+from moesaic.errors import MoesaicError
+from moesaic.selection.source import SourceModel, refuse_other_model, source_from_json
+
+FORMAT = "moesaic-statistics/1"
+
+SUMS = ("probability_LE", "weighted_norm_LE", "drift_original_LE", "drift_emo_LE")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertStatistics:
+    """Sums over the tokens of one domain that are not padding; `a + b` is what one pass over both would have given."""
+
+    source: SourceModel
+    domain: str
+    """What the tokens are about; statistics of one domain are added, of several are mixed by `mix_domains`."""
+    tokens: int
+    counts_LE: Int64[ndarray, "layers experts"]
+    """Tokens that selected the expert."""
+    probability_LE: Float64[ndarray, "layers experts"]
+    """Sum over all tokens of the router's probability: softmax over all experts, or sigmoid scores over their sum."""
+    weighted_norm_LE: Float64[ndarray, "layers experts"]
+    """Sum of g_e(x) * ||E_e(x)||_2 over the tokens that selected the expert."""
+    drift_original_LE: Float64[ndarray, "layers experts"]
+    """The same times max(0, 1 - cos(x, x + y)): x the residual stream before the block, y the routed output."""
+    drift_emo_LE: Float64[ndarray, "layers experts"]
+    """The same with x the block's (normalised) input and y the output with the shared experts."""
+
+    def __post_init__(self) -> None:
+        shape = (len(self.source.layers), self.source.num_experts)
+        for name in ("counts_LE", *SUMS):
+            assert getattr(self, name).shape == shape, f"{name} is not {shape}"
+
+    def __add__(self, other: "ExpertStatistics") -> "ExpertStatistics":
+        refuse_other_model(self.source, other.source, f"statistics of {self.source.name}")
+        if self.domain != other.domain:
+            raise MoesaicError(
+                f"statistics of {self.domain!r} and {other.domain!r} cannot be added; several domains are mixed, "
+                "each with the same weight"
+            )
+        return ExpertStatistics(
+            source=self.source,
+            domain=self.domain,
+            tokens=self.tokens + other.tokens,
+            **{name: getattr(self, name) + getattr(other, name) for name in ("counts_LE", *SUMS)},
+        )
+
+
+def merge_by_domain(parts: Sequence[ExpertStatistics]) -> list[ExpertStatistics]:
+    """Add what belongs to one domain; the domains come in the order of their names."""
+    merged: dict[str, ExpertStatistics] = {}
+    for part in parts:
+        merged[part.domain] = merged[part.domain] + part if part.domain in merged else part
+    for other in merged.values():
+        refuse_other_model(parts[0].source, other.source, f"statistics of {other.domain!r}")
+    return [merged[domain] for domain in sorted(merged)]
+
+
+def save_statistics(statistics: ExpertStatistics, file: str | Path) -> None:
+    """Write statistics as JSON; floats are written so that they read back as the same float64."""
+    path = Path(file)
+    document = {
+        "format": FORMAT,
+        "source": statistics.source.to_json(),
+        "domain": statistics.domain,
+        "tokens": statistics.tokens,
+        **{name: getattr(statistics, name).tolist() for name in ("counts_LE", *SUMS)},
+    }
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def load_statistics(file: str | Path) -> ExpertStatistics:
+    """Read statistics; anything that is not what `save_statistics` writes is a MoesaicError that names the file."""
+    path = Path(file)
+    value = load_json(path)
+    if value.get("format") != FORMAT:
+        raise MoesaicError(f"{path}: not a statistics file (format is {value.get('format')!r}, expected {FORMAT!r})")
+    keys = ("format", "source", "domain", "tokens", "counts_LE", *SUMS)
+    if wrong := sorted(set(keys) ^ value.keys()):
+        raise MoesaicError(f"{path}: {wrong[0]!r} is {'missing' if wrong[0] in keys else 'unknown'}")
+    source = source_from_json(value["source"], str(path))
+    tokens = value["tokens"]
+    if not isinstance(tokens, int) or tokens < 1:
+        raise MoesaicError(f"{path}: tokens must be a positive whole number, got {tokens!r}")
+    return ExpertStatistics(
+        source=source,
+        domain=str(value["domain"]),
+        tokens=tokens,
+        counts_LE=_array(value["counts_LE"], np.int64, source, f"{path}: counts_LE"),
+        **{name: _array(value[name], np.float64, source, f"{path}: {name}") for name in SUMS},
+    )
+
+
+def _array(rows: Any, dtype: type, source: SourceModel, where: str) -> Any:
+    shape = (len(source.layers), source.num_experts)
+    try:
+        array = np.array(rows)
+        whole = array.astype(dtype, casting="same_kind")
+    except (TypeError, ValueError) as error:
+        raise MoesaicError(f"{where} must be a table of numbers") from error
+    if whole.shape != shape:
+        raise MoesaicError(f"{where} has the shape {list(whole.shape)}, expected {list(shape)} (layers, experts)")
+    if not np.isfinite(whole).all() or (whole < 0).any():
+        raise MoesaicError(f"{where} has a number that is negative or not finite")
+    return whole

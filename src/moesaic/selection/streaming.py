@@ -1,0 +1,179 @@
+"""Run a checkpoint's decoder layers one after the other over all sequences, with one layer's weights in memory.
+
+So a checkpoint larger than memory can be run: the model is built without memory (meta device), a layer's tensors are
+read when its turn comes and dropped after it. What is kept is the hidden states of all sequences.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging
+
+from moesaic.checkpoint.reader import read_tensor
+from moesaic.checkpoint.source import Checkpoint
+from moesaic.errors import MoesaicError
+from moesaic.selection.rules import install_recorded
+
+_META = torch.device("meta")
+
+
+@dataclass(eq=False)
+class Batch:
+    """Some sequences, padded on the right, on their way through the layers."""
+
+    ids_BS: Int64[Tensor, "sequences length"]
+    mask_T: Bool[Tensor, " tokens"]
+    """False for padding; tokens are the sequences' positions, row by row."""
+    hidden_BSD: Tensor | None = None
+    arguments: list[dict[str, Any]] | None = None
+    """Keyword arguments of each layer: positions, rotary embeddings, masks of the layer's kind."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedLayer:
+    """One decoder layer with its weights."""
+
+    index: int
+    module: nn.Module
+
+    def run(self, batch: Batch) -> Tensor:
+        """The layer's output for a batch, without changing the batch."""
+        assert batch.arguments is not None, "batches are prepared first"
+        output = self.module(batch.hidden_BSD, **batch.arguments[self.index])
+        return output[0] if isinstance(output, tuple) else output
+
+
+class StreamedModel:
+    """A checkpoint as a model without weights, and the means to load parts of it."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False, local_files_only=True)
+        dtype = getattr(config, "dtype", None) or torch.float32
+        with _META:
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._model: PreTrainedModel = model.eval()
+        self._base: Any = model.base_model
+        self._conversions: list[Any] = list(get_model_conversion_mapping(model))
+        self._fill_buffers()
+        install_recorded(model, checkpoint.path)
+
+    @torch.inference_mode()
+    def layers(self, batches: Sequence[Batch], step: Callable[[LoadedLayer], None]) -> None:
+        """Take all batches through all layers; `step` gets each layer and must advance every batch's hidden states."""
+        self._embed(batches)
+        for index, module in enumerate(self._base.layers):
+            self._load(lambda name, index=index: f".layers.{index}." in f".{name}", module)
+            step(LoadedLayer(index=index, module=module))
+            _forget(module)
+
+    def _embed(self, batches: Sequence[Batch]) -> None:
+        """Run the model up to its first layer, and record what each layer would be called with."""
+        around = [child for child in self._base.children() if child is not self._base.layers]
+        before = [child for child in around if child is not getattr(self._base, "norm", None)]
+        self._load(lambda name: ".layers." not in f".{name}" and not name.startswith("lm_head."), *before)
+        for batch in batches:
+            with _recording(self._base.layers) as calls:
+                try:
+                    # No attention mask: padding is on the right, where a causal model cannot see it.
+                    self._base(input_ids=batch.ids_BS, use_cache=False)
+                except _RecordedError:
+                    batch.hidden_BSD = calls[0][0]
+                    batch.arguments = [keywords for _, keywords in calls]
+        for module in before:
+            _forget(module)
+
+    def _load(self, wanted: Callable[[str], bool], *modules: nn.Module) -> None:
+        """Read the tensors whose names are wanted, and require that `modules` are then complete."""
+        state = {name: read_tensor(info) for name, info in self._checkpoint.tensors.items() if wanted(name)}
+        load_config = LoadStateDictConfig(
+            dtype=self._dtype,
+            dtype_plan=self._model._get_dtype_plan(self._dtype),
+            weight_mapping=self._conversions,
+        )
+        with _silent():
+            convert_and_load_state_dict_in_model(self._model, state, load_config)
+        for module in modules:
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                if tensor.device == _META:
+                    raise MoesaicError(
+                        f"{self._checkpoint.name}: has no tensor for {name} of a {type(module).__name__}; the file is "
+                        "incomplete or its config.json is another's"
+                    )
+
+    def _fill_buffers(self) -> None:
+        """Compute what is in no file: rotary frequencies, scales of embeddings."""
+        for module in self._model.modules():
+            names = module._non_persistent_buffers_set
+            for name in names:
+                buffer = module._buffers[name]
+                if buffer is not None:
+                    module._buffers[name] = torch.empty_like(buffer, device="cpu")
+            if names:
+                self._model._init_weights(module)
+
+
+class _RecordedError(Exception):
+    """The last layer was reached: the rest of the model is not needed."""
+
+
+class _recording:  # noqa: N801 (used like a function)
+    """Have the layers record what they are called with, and pass their input on."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        self._layers = layers
+
+    def __enter__(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        calls: list[tuple[Tensor, dict[str, Any]]] = []
+
+        def record(hidden_BSD: Tensor, **keywords: Any) -> Tensor:
+            calls.append((hidden_BSD, keywords))
+            if len(calls) == len(self._layers):
+                raise _RecordedError
+            return hidden_BSD
+
+        for layer in self._layers:
+            layer.forward = record
+        return calls
+
+    def __exit__(self, *_: object) -> None:
+        for layer in self._layers:
+            del layer.__dict__["forward"]
+
+
+def _forget(module: nn.Module) -> None:
+    module.to_empty(device=_META)
+
+
+class _silent:  # noqa: N801 (used like a function)
+    """No progress bar of transformers for every layer."""
+
+    def __enter__(self) -> None:
+        self._was = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        if self._was:
+            logging.enable_progress_bar()
+
+
+def make_batches(sequences: Sequence[Sequence[int]], *, size: int, padding_id: int) -> Iterator[Batch]:
+    """Batches of `size` sequences in the order given, padded on the right to the longest of the batch."""
+    for start in range(0, len(sequences), size):
+        part = sequences[start : start + size]
+        length = max(map(len, part))
+        ids_BS = torch.full((len(part), length), padding_id, dtype=torch.int64)
+        mask_BS = torch.zeros(len(part), length, dtype=torch.bool)
+        for row, ids in enumerate(part):
+            ids_BS[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+            mask_BS[row, : len(ids)] = True
+        yield Batch(ids_BS=ids_BS, mask_T=mask_BS.reshape(-1))
