@@ -205,9 +205,16 @@ def test_only_the_experts_that_were_hit_are_run(monkeypatch: pytest.MonkeyPatch)
     hidden_TD, ids_TK, weights_TK = make_inputs(torch.float32, 1, 2)
     run = []
     original = modeling_moesaic._linear
-    monkeypatch.setattr(modeling_moesaic, "_linear", lambda *args: run.append(args[-1]) or original(*args))
+    monkeypatch.setattr(modeling_moesaic, "_linear", lambda spans, *rest: run.extend(spans) or original(spans, *rest))
     experts(hidden_TD, ids_TK, weights_TK)
-    assert sorted(set(run)) == sorted(ids_TK[0].tolist())
+    assert sorted({expert for expert, _, _ in run}) == sorted(ids_TK[0].tolist())
+
+
+@pytest.mark.parametrize("rows", [1, 64, 96])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_chunks_of_any_size(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_moesaic, "_CHUNK_ROWS", rows)
+    check(make_experts(dtype, bias=True), "silu", make_inputs(dtype, 80, 2, unused=(2,)), tolerance=TOLERANCE[dtype])
 
 
 def test_copies_and_pickles() -> None:

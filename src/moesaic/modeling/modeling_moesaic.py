@@ -9,8 +9,8 @@ the base's own classes: attention, norms, rope, caching, generation and weight t
 the layers in ``config.moe_layers`` is replaced.
 
 Letters in the names of tensors: T tokens, D hidden size, E routed experts, K experts per token, I width of an expert,
-G groups of experts, M members of the largest group, A = T * K assignments of a token to an expert, R rows (assignments)
-of one expert, H = 2 * I.
+G groups of experts, M members of the largest group, A = T * K assignments of a token to an expert, R rows (assignments
+sorted by expert, with padding), H = 2 * I.
 """
 
 from collections.abc import Callable
@@ -122,35 +122,57 @@ def group_members(expert_groups: list[int]) -> list[list[int]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Experts on the CPU. The assignments are sorted by expert once; then each expert that was hit does all its work on its
-# own rows while they are in the cache. Fresh memory is dear (its page faults cost more than writing it), so of the
-# forward pass only gate and up are kept, and each weight gradient goes straight to its place in the stacked gradient.
+# Experts on the CPU. The assignments are sorted by expert once. Some experts at a time (a chunk of rows that stays in
+# the cache) gather their rows, multiply them expert by expert, and do everything else in one go. Fresh memory is dear
+# (its page faults cost more than writing it), so of the forward pass only gate and up are kept, and each weight's
+# gradient goes straight to its place in the stacked gradient.
+
+_CHUNK_ROWS = 4096
+
+_Span = tuple[int, int, int]  # expert, first row, row after the last
 
 
-class _Assignments(NamedTuple):
-    order_A: Tensor  # sorted by expert: the assignment's position in the flattened (T, K)
-    token_A: Tensor  # its token
-    place_TK: Tensor  # the inverse of order_A
-    spans: list[tuple[int, int, int]]  # (expert, start, stop) of each expert that was hit
-    used: int  # assignments in the spans
+class _Rows(NamedTuple):
+    """Which token is in which row; R rows, sorted by expert, the rows of each expert padded to a multiple."""
 
-    def rows(self, values_A: Tensor, start: int, size: int, stop: int) -> Tensor:
-        """Return the values of one expert's assignments, followed by zeros up to ``size``."""
-        return F.pad(values_A[start:stop], (0, size - (stop - start)))
+    token_R: Tensor  # 0 in the padding
+    place_TK: Tensor  # row of each assignment
+    chunks: list[list[_Span]]
+    used: int  # rows of the experts here; assignments to experts of other ranks come after them
+
+    def weights(self, weights_TK: Tensor) -> Tensor:
+        """Return the routing weight of each row, 0 in the padding, so that no gradient comes from there."""
+        weights_R = weights_TK.new_zeros(self.token_R.shape)
+        weights_R[self.place_TK] = weights_TK
+        return weights_R
 
 
-def _sort_by_expert(ids_TK: Tensor, num_experts: int) -> _Assignments:
+def _sort_by_expert(ids_TK: Tensor, num_experts: int, multiple: int) -> _Rows:
     ids_A = ids_TK.reshape(-1)
     order_A = ids_A.argsort(stable=True)
+    # Under expert parallelism the id `num_experts` marks an assignment to another rank: those come last, not padded.
+    counts_E = ids_A.bincount(minlength=num_experts + 1)
+    sizes_E = -(-counts_E // multiple) * multiple
+    sizes_E[num_experts] = counts_E[num_experts]
+    shifts_E = (sizes_E - counts_E).cumsum(0) - (sizes_E - counts_E)
     place_A = torch.empty_like(order_A)
-    place_A[order_A] = torch.arange(order_A.numel())
-    # Under expert parallelism the id `num_experts` marks an assignment to another rank: those sort to the end.
-    spans, start = [], 0
-    for expert, count in enumerate(ids_A.bincount(minlength=num_experts)[:num_experts].tolist()):
-        if count:
-            spans.append((expert, start, start + count))
-            start += count
-    return _Assignments(order_A, order_A // ids_TK.shape[1], place_A.view_as(ids_TK), spans, start)
+    place_A[order_A] = torch.arange(order_A.numel()) + shifts_E[ids_A[order_A]]
+    sizes = sizes_E.tolist()
+    token_R = order_A.new_zeros(sum(sizes))
+    token_R[place_A] = torch.arange(order_A.numel()) // ids_TK.shape[1]
+    return _Rows(token_R, place_A.view_as(ids_TK), _chunks(sizes[:num_experts]), sum(sizes[:num_experts]))
+
+
+def _chunks(sizes: list[int]) -> list[list[_Span]]:
+    chunks: list[list[_Span]] = []
+    start = 0
+    for expert, size in enumerate(sizes):
+        if size:
+            if not chunks or start + size - chunks[-1][0][1] > _CHUNK_ROWS:
+                chunks.append([])
+            chunks[-1].append((expert, start, start + size))
+            start += size
+    return chunks
 
 
 def _row_multiple(ids_TK: Tensor, weight_EXX: Tensor) -> int:
@@ -163,8 +185,26 @@ def _row_multiple(ids_TK: Tensor, weight_EXX: Tensor) -> int:
     return 16 if compiled and ids_TK.numel() >= 16 * weight_EXX.shape[0] else 1
 
 
-def _linear(input_RX: Tensor, weight_EYX: Tensor, bias_EY: Tensor | None, expert: int) -> Tensor:
-    return F.linear(input_RX, weight_EYX[expert], None if bias_EY is None else bias_EY[expert])
+def _linear(
+    spans: list[_Span], input_RX: Tensor, weight_EYX: Tensor, bias_EY: Tensor | None, output_RY: Tensor
+) -> None:
+    """Write each expert's linear map of its rows; ``input_RX`` and ``output_RY`` start at the first span's rows."""
+    first = spans[0][1]
+    for expert, start, stop in spans:
+        rows = slice(start - first, stop - first)
+        if bias_EY is None:
+            torch.mm(input_RX[rows], weight_EYX[expert].t(), out=output_RY[rows])
+        else:
+            torch.addmm(bias_EY[expert], input_RX[rows], weight_EYX[expert].t(), out=output_RY[rows])
+
+
+def _linear_parameters(spans: list[_Span], grad_RY: Tensor, input_RX: Tensor, grad_EYX: Tensor | None) -> None:
+    """Write the gradient of each expert's parameter; that of a bias is the gradient of a weight on the input 1."""
+    if grad_EYX is not None:
+        first = spans[0][1]
+        for expert, start, stop in spans:
+            rows = slice(start - first, stop - first)
+            torch.mm(grad_RY[rows].t(), input_RX[rows], out=grad_EYX[expert].view(grad_RY.shape[1], -1))
 
 
 def _gated(act_fn: Callable[[Tensor], Tensor], gate_up_RH: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -177,8 +217,8 @@ def _gated(act_fn: Callable[[Tensor], Tensor], gate_up_RH: Tensor) -> tuple[Tens
     def pull_back(grad_RI: Tensor) -> Tensor:
         grad_gate_up_RH = torch.empty_like(gate_up_RH)
         grad_gate_RI, grad_up_RI = grad_gate_up_RH.chunk(2, dim=-1)
-        grad_gate_RI.copy_(torch.autograd.grad(active_RI, gate_RI, grad_RI * up_RI)[0])
         torch.mul(grad_RI, active_RI.detach(), out=grad_up_RI)
+        grad_gate_RI.copy_(torch.autograd.grad(active_RI, gate_RI, grad_RI * up_RI)[0])
         return grad_gate_up_RH
 
     return active_RI.detach() * up_RI, pull_back
@@ -200,79 +240,71 @@ class _CpuExperts(torch.autograd.Function):
         gate_up_bias_EH: Tensor | None,
         down_bias_ED: Tensor | None,
     ) -> Tensor:
-        assigned = _sort_by_expert(ids_TK, gate_up_EHD.shape[0])
-        multiple = _row_multiple(ids_TK, gate_up_EHD)
-        output_AD = hidden_TD.new_empty(ids_TK.numel(), hidden_TD.shape[1])
-        output_AD[assigned.used :] = 0
+        table = _sort_by_expert(ids_TK, gate_up_EHD.shape[0], _row_multiple(ids_TK, gate_up_EHD))
+        output_RD = hidden_TD.new_empty(table.token_R.numel(), hidden_TD.shape[1])
+        output_RD[table.used :] = 0
         kept: list[Tensor] = []
         with torch.autocast("cpu", enabled=False):
-            for expert, start, stop in assigned.spans:
-                size = -(-(stop - start) // multiple) * multiple
-                token_R = assigned.rows(assigned.token_A, start, size, stop)
-                gate_up_RH = _linear(hidden_TD.index_select(0, token_R), gate_up_EHD, gate_up_bias_EH, expert)
+            for spans in table.chunks:
+                rows = slice(spans[0][1], spans[-1][2])
+                input_RD = hidden_TD.index_select(0, table.token_R[rows])
+                gate_up_RH = input_RD.new_empty(input_RD.shape[0], gate_up_EHD.shape[1])
+                _linear(spans, input_RD, gate_up_EHD, gate_up_bias_EH, gate_up_RH)
                 gate_RI, up_RI = gate_up_RH.chunk(2, dim=-1)
-                output_RD = _linear(act_fn(gate_RI) * up_RI, down_EDI, down_bias_ED, expert)
-                output_AD[start:stop] = output_RD[: stop - start]
+                _linear(spans, act_fn(gate_RI) * up_RI, down_EDI, down_bias_ED, output_RD[rows])
                 if keep:
                     kept.append(gate_up_RH)
         if keep:
-            ctx.act_fn, ctx.assigned = act_fn, assigned
+            ctx.act_fn, ctx.table = act_fn, table
             ctx.save_for_backward(hidden_TD, weights_TK, gate_up_EHD, down_EDI, gate_up_bias_EH, down_bias_ED, *kept)
         # Gathers, weighs and sums at once; 16-bit floats are summed in fp32 and rounded once.
-        return F.embedding_bag(assigned.place_TK, output_AD, mode="sum", per_sample_weights=weights_TK)
+        return F.embedding_bag(table.place_TK, output_RD, mode="sum", per_sample_weights=weights_TK)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        # Activation checkpointing lets the saved tensors be read once only.
-        saved = ctx.saved_tensors
+        saved = ctx.saved_tensors  # may be read only once under activation checkpointing
         hidden_TD, weights_TK, gate_up_EHD, down_EDI, *biases = saved[:6]
-        assigned, wanted = ctx.assigned, ctx.needs_input_grad
+        table: _Rows = ctx.table
         grads = [
-            torch.empty_like(parameter) if want else None
-            for parameter, want in zip((gate_up_EHD, down_EDI, *biases), wanted[5:], strict=True)
+            torch.empty_like(parameter) if wanted else None
+            for parameter, wanted in zip((gate_up_EHD, down_EDI, *biases), ctx.needs_input_grad[5:], strict=True)
         ]
-        weights_A = weights_TK.reshape(-1)[assigned.order_A]
-        grad_weights_A = torch.zeros_like(weights_A)
-        grad_hidden_AD = hidden_TD.new_empty(weights_A.numel(), hidden_TD.shape[1]) if wanted[3] else None
+        weights_R = table.weights(weights_TK)
+        grad_weights_R = torch.zeros_like(weights_R)
+        grad_hidden_RD = hidden_TD.new_empty(weights_R.numel(), hidden_TD.shape[1])
+        grad_hidden_RD[table.used :] = 0
         with torch.autocast("cpu", enabled=False):
-            for (expert, start, stop), gate_up_RH in zip(assigned.spans, saved[6:], strict=True):
-                size, count = gate_up_RH.shape[0], stop - start
-                # The rows beyond `count` repeat token 0 with the weight 0, so all their gradients are 0.
-                token_R = assigned.rows(assigned.token_A, start, size, stop)
-                weight_R1 = assigned.rows(weights_A, start, size, stop).unsqueeze(-1)
+            for spans, gate_up_RH in zip(table.chunks, saved[6:], strict=True):
+                rows = slice(spans[0][1], spans[-1][2])
                 inner_RI, pull_back = _gated(ctx.act_fn, gate_up_RH)
-                grad_RD = grad_TD.index_select(0, token_R)
-                grad_inner_RI = grad_RD @ down_EDI[expert]
+                grad_RD = grad_TD.index_select(0, table.token_R[rows])
+                grad_inner_RI = torch.empty_like(inner_RI)
+                _linear(spans, grad_RD, down_EDI.mT, None, grad_inner_RI)
                 # d/dw = <grad, W @ inner + b> = <grad @ W, inner> + <grad, b>: the expert's output is not needed.
-                grad_weight_R = torch.linalg.vecdot(grad_inner_RI, inner_RI)
+                grad_weights_R[rows] = torch.linalg.vecdot(grad_inner_RI, inner_RI)
                 if biases[1] is not None:
-                    grad_weight_R = grad_weight_R + grad_RD @ biases[1][expert]
-                grad_weights_A[start:stop] = grad_weight_R[:count]
-                _store(grads[1], expert, grad_RD, inner_RI.mul_(weight_R1))
-                _store(grads[3], expert, grad_RD, weight_R1)
-                grad_gate_up_RH = pull_back(grad_inner_RI.mul_(weight_R1))
-                _store(grads[0], expert, grad_gate_up_RH, hidden_TD.index_select(0, token_R))
-                _store(grads[2], expert, grad_gate_up_RH, torch.ones_like(weight_R1))
-                if grad_hidden_AD is not None:
-                    grad_hidden_AD[start:stop] = (grad_gate_up_RH @ gate_up_EHD[expert])[:count]
-        _zero_unused(grads, assigned.spans)
+                    for expert, start, stop in spans:
+                        grad_weights_R[start:stop] += (
+                            grad_RD[start - rows.start : stop - rows.start] @ biases[1][expert]
+                        )
+                weights_R1 = weights_R[rows].unsqueeze(-1)
+                _linear_parameters(spans, grad_RD, inner_RI.mul_(weights_R1), grads[1])
+                _linear_parameters(spans, grad_RD, weights_R1, grads[3])
+                grad_gate_up_RH = pull_back(grad_inner_RI.mul_(weights_R1))
+                _linear_parameters(spans, grad_gate_up_RH, hidden_TD.index_select(0, table.token_R[rows]), grads[0])
+                _linear_parameters(spans, grad_gate_up_RH, torch.ones_like(weights_R1), grads[2])
+                if ctx.needs_input_grad[3]:
+                    _linear(spans, grad_gate_up_RH, gate_up_EHD.mT, None, grad_hidden_RD[rows])
+        _zero_unused(grads, table.chunks)
         grad_hidden_TD = None
-        if grad_hidden_AD is not None:
-            grad_hidden_AD[assigned.used :] = 0
-            grad_hidden_TD = F.embedding_bag(assigned.place_TK, grad_hidden_AD, mode="sum")
-        grad_weights_TK = grad_weights_A[assigned.place_TK]
-        return None, None, None, grad_hidden_TD, grad_weights_TK, *grads
+        if ctx.needs_input_grad[3]:
+            grad_hidden_TD = F.embedding_bag(table.place_TK, grad_hidden_RD, mode="sum")
+        return None, None, None, grad_hidden_TD, grad_weights_R[table.place_TK], *grads
 
 
-def _store(grad_EYX: Tensor | None, expert: int, grad_RY: Tensor, input_RX: Tensor) -> None:
-    """Write the gradient of one expert's parameter; that of a bias is the gradient of a weight on the input 1."""
-    if grad_EYX is not None:
-        torch.mm(grad_RY.t(), input_RX, out=grad_EYX[expert].view(grad_RY.shape[1], -1))
-
-
-def _zero_unused(grads: list[Tensor | None], spans: list[tuple[int, int, int]]) -> None:
-    used = {expert for expert, _, _ in spans}
+def _zero_unused(grads: list[Tensor | None], chunks: list[list[_Span]]) -> None:
+    used = {expert for spans in chunks for expert, _, _ in spans}
     for grad in grads:
         if grad is not None:
             for expert in set(range(grad.shape[0])) - used:
