@@ -1,0 +1,181 @@
+"""Gradients of a model's experts on calibration text: averaged over batches in fp32, then normed. E experts."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.errors import MoesaicError
+from moesaic.expansion.resolve import ExpandPlan
+from moesaic.progress import notice, progress
+
+if TYPE_CHECKING:
+    from moesaic.data.batch import PackedBatch
+
+# The experts of every family are stacked in memory. The name of a shared expert has another word before the dot.
+_EXPERTS = re.compile(r"layers\.(?P<layer>\d+)\..*\bexperts$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertGradients:
+    """Per MoE layer, one number per expert."""
+
+    gradient_norms: Mapping[int, tuple[float, ...]]
+    """`||g||_2` over all matrices of the expert, g averaged over the batches."""
+    weight_norms: Mapping[int, tuple[float, ...]]
+    tokens: Mapping[int, tuple[int, ...]]
+    """Calibration tokens that were sent to the expert, padding not counted."""
+    batches: int
+
+
+def expert_gradients(plan: ExpandPlan, *, quiet: bool = False) -> ExpertGradients:
+    """Load the model, read the calibration text and measure.
+
+    Raises:
+        MoesaicError: no tokenizer, text without a token to predict, a loss that is not finite.
+    """
+    from moesaic.loading import load
+
+    batches = calibration_batches(plan, quiet=quiet)
+    model = load(plan.checkpoint.path)
+    with progress(len(batches), "batches", label="gradients of the experts", quiet=quiet) as tick:
+        return measure(model, batches, name=plan.checkpoint.name, tick=tick)
+
+
+def calibration_batches(plan: ExpandPlan, *, quiet: bool = False) -> list["PackedBatch"]:
+    """At most `utility_batches` batches of packed text, shuffled by the seed."""
+    from moesaic.data.dataset import PackedDataset
+    from moesaic.data.prepare import prepare
+    from moesaic.data.recipe import DataRecipe, SourceRecipe
+    from moesaic.loading import load_tokenizer
+
+    recipe = plan.recipe
+    sources = tuple(SourceRecipe(path=path, domain="calibration") for path in recipe.calibration)
+    data = DataRecipe(sequence_length=recipe.sequence_length, sources=sources, epochs=1)
+    prepared = prepare(data, load_tokenizer(plan.checkpoint.path), quiet=quiet)
+    dataset = PackedDataset(prepared, seed=recipe.seed, sequences_per_step=recipe.batch_size)
+    there = dataset.num_steps
+    assert there is not None
+    if there < recipe.utility_batches:
+        notice(f"the calibration text fills {there} of {recipe.utility_batches} batches", quiet=quiet)
+    batches = [dataset.batch(step) for step in range(min(there, recipe.utility_batches))]
+    batches = [batch for batch in batches if batch.num_targets]
+    if not batches:
+        raise MoesaicError(f"--calibration {recipe.calibration[0]}: has no token to predict; give more text")
+    return batches
+
+
+def measure(
+    model: Any, batches: Sequence["PackedBatch"], *, name: str, tick: Callable[[float], object] = lambda _: None
+) -> ExpertGradients:
+    """Forward and backward of every batch; the loss of a batch is the mean over its predicted tokens.
+
+    Raises:
+        MoesaicError: a loss that is not finite.
+    """
+    from moesaic.routing.cross_entropy import IGNORED, token_losses
+
+    device = next(model.parameters()).device
+    with _watched(model) as experts:
+        for batch in batches:
+            batch = batch.to(device)
+            experts.mask_T = (batch.document_ids_BS >= 0).flatten()
+            output = model(input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False)
+            labels_BS = nn.functional.pad(batch.labels_BS[:, 1:], (0, 1), value=IGNORED)
+            losses_T, _ = token_losses(output.logits.flatten(0, 1), labels_BS.flatten())
+            loss = losses_T.sum() / batch.num_targets
+            if not math.isfinite(loss.item()):
+                raise MoesaicError(f"{name}: its loss on the calibration text is {loss.item()}; check weights and text")
+            loss.backward()
+            tick(1)
+        return experts.result(len(batches))
+
+
+@dataclass(kw_only=True)
+class _Watched:
+    """Sums over batches while they run."""
+
+    modules: Mapping[int, nn.Module]
+    sums: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    counts: dict[int, Tensor] = field(default_factory=dict)
+    mask_T: Tensor | None = None
+
+    def result(self, batches: int) -> ExpertGradients:
+        return ExpertGradients(
+            gradient_norms={layer: self._norms(module, batches) for layer, module in self.modules.items()},
+            weight_norms={layer: norms_of_stacks(_matrices(module)) for layer, module in self.modules.items()},
+            tokens={layer: tuple(self.counts[layer].tolist()) for layer in self.modules},
+            batches=batches,
+        )
+
+    def _norms(self, module: nn.Module, batches: int) -> tuple[float, ...]:
+        return tuple(norm / batches for norm in norms_of_stacks([self.sums[matrix] for matrix in _matrices(module)]))
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[_Watched]:
+    """Let gradients flow to expert matrices only, add them up in fp32 and count the tokens of each expert."""
+    modules = {
+        int(match["layer"]): module for name, module in model.named_modules() if (match := _EXPERTS.search(name))
+    }
+    assert modules, "no stacked experts in the model"
+    watched = _Watched(modules=modules)
+    wanted = [parameter.requires_grad for parameter in model.parameters()]
+    hooks = []
+    try:
+        model.requires_grad_(False)
+        for layer, module in modules.items():
+            hooks.append(module.register_forward_pre_hook(_counter(watched, layer), with_kwargs=True))
+            for matrix in _matrices(module):
+                watched.sums[matrix] = torch.zeros_like(matrix, dtype=torch.promote_types(matrix.dtype, torch.float32))
+                matrix.requires_grad_(True)
+                hooks.append(matrix.register_post_accumulate_grad_hook(_adder(watched)))
+        yield watched
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, flag in zip(model.parameters(), wanted, strict=True):
+            parameter.requires_grad_(flag)
+
+
+def _adder(watched: _Watched) -> Callable[[Tensor], None]:
+    def add(matrix: Tensor) -> None:
+        assert isinstance(matrix, nn.Parameter)
+        assert matrix.grad is not None
+        watched.sums[matrix] += matrix.grad
+        matrix.grad = None
+
+    return add
+
+
+def _counter(watched: _Watched, layer: int) -> Callable[..., None]:
+    def count(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        values = [*inputs, *keywords.values()]
+        ids_TK = next(v for v in values if isinstance(v, Tensor) and not v.is_floating_point())
+        assert watched.mask_T is not None
+        number = len(_matrices(module)[0])
+        found = ids_TK.reshape(len(watched.mask_T), -1)[watched.mask_T].flatten().bincount(minlength=number)
+        watched.counts[layer] = found + watched.counts.get(layer, 0)
+
+    return count
+
+
+def _matrices(module: nn.Module) -> list[nn.Parameter]:
+    """The stacked weight matrices, biases left out."""
+    return [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
+
+
+def norms_of_stacks(stacks: Sequence[Tensor]) -> tuple[float, ...]:
+    """Norm over all matrices of each expert, from stacks with the experts in front; in fp32 (fp64 for fp64)."""
+    norms_ME = [
+        torch.linalg.vector_norm(
+            matrix.detach().flatten(1), dim=1, dtype=torch.promote_types(matrix.dtype, torch.float32)
+        )
+        for matrix in stacks
+    ]
+    return tuple(torch.stack(norms_ME).square().sum(0).sqrt().tolist())

@@ -1,0 +1,236 @@
+"""From a recipe to an `ExpandPlan`: opens the headers and refuses everything that cannot work. No torch."""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moesaic.checkpoint.layout import parse_size
+from moesaic.checkpoint.source import Checkpoint, open_checkpoint
+from moesaic.errors import MoesaicError
+from moesaic.expansion.allocation import allocate, evenly, sources_of
+from moesaic.expansion.recipe import ExpandRecipe
+from moesaic.expansion.targets import Conversion, conversion_of
+from moesaic.families.moe import MoELayerTensors, MoEModel, detect_moe
+from moesaic.upcycling.streams import stream_key
+
+Utilities = Mapping[int, tuple[float, ...]]
+"""Layer -> utility of each expert."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpandPlan:
+    """An expansion whose every choice is made, but for the copies that utilities decide."""
+
+    recipe: ExpandRecipe
+    """Nothing left to defaults."""
+    checkpoint: Checkpoint
+    model: MoEModel
+    top_k: int
+    groups: int
+    """Groups of the family's group-limited selection, before; 1 without."""
+    whole_groups: bool
+    """The groups are duplicated as a whole, and their number grows (statement (a) with group-limited selection)."""
+    conversion: Conversion | None
+    """How the family becomes our architecture; None: it stays what it is."""
+    notices: tuple[str, ...]
+
+    @property
+    def experts(self) -> int:
+        """E of the result."""
+        return self.recipe.experts
+
+    @property
+    def added(self) -> int:
+        """Copies per layer."""
+        return self.recipe.experts - self.model.num_experts
+
+    @property
+    def exclusive(self) -> bool:
+        """A token uses at most one of the copies of an expert: by the routing asked for."""
+        return self.recipe.routing == "one_per_copy_group"
+
+    @property
+    def grouped(self) -> bool:
+        """The checkpoint is ours and routes to one expert per group already: copies join their source's group."""
+        return self.checkpoint.config.get("routing_rule") == "one_per_group"
+
+    @property
+    def multiple(self) -> int | None:
+        """m, where every expert gets m - 1 copies by `uniform`; None for uneven copies."""
+        times, rest = divmod(self.experts, self.model.num_experts)
+        return times if not rest and self.recipe.utility == "uniform" else None
+
+    @property
+    def multiplied(self) -> bool:
+        """K' = m * K for an m-fold duplication: statement (a) of methods.md."""
+        return self.multiple is not None and self.top_k == self.multiple * self.model.top_k
+
+    @property
+    def normalised(self) -> bool:
+        """The weights of the selected experts sum to a constant."""
+        family = self.model.family
+        if family.weighting in ("selected", "all"):
+            return family.weighting == "selected"
+        # transformers' own defaults: families with sigmoid scores renormalise, those with softmax don't.
+        return self.checkpoint.config.get(family.weighting, family.scoring == "sigmoid") in (True, "selected")
+
+    @property
+    def divides_scaling(self) -> bool:
+        """m times as many sigmoid weights that are not normalised need a scaling factor of 1/m."""
+        family = self.model.family
+        unbounded = family.scoring == "sigmoid" and not self.normalised and family.scaling_key is not None
+        return unbounded and self.multiplied
+
+    def copies(self, utilities: Utilities) -> dict[int, list[int]]:
+        """Added copies of each expert, per MoE layer; a layer that has no utilities gets them evenly.
+
+        Raises:
+            MoesaicError: utilities that are all zero in some layer.
+        """
+        return {layer.layer: self._copies(layer.layer, utilities.get(layer.layer)) for layer in self.model.layers}
+
+    def sources(self, copies: list[int]) -> list[int]:
+        """The source of every expert of a layer of the result, in the order that they have there."""
+        if self.whole_groups:
+            assert self.multiple is not None
+            return list(range(self.model.num_experts)) * self.multiple
+        return sources_of(copies, groups=self.groups)
+
+    def _copies(self, layer: int, utilities: tuple[float, ...] | None) -> list[int]:
+        groups = 1 if self.whole_groups else self.groups
+        if utilities is None:
+            return evenly(self.model.num_experts, self.added, groups)
+        if not any(utilities):
+            raise MoesaicError(
+                f"{self.checkpoint.name}: the utilities of all experts of layer {layer} are 0 "
+                f"({self.recipe.utility or self.recipe.utility_from}); use other calibration text, or --utility uniform"
+            )
+        rng = random.Random(stream_key(self.recipe.seed, "expand", layer, "allocation"))
+        return allocate(utilities, self.added, cap=self.recipe.cap, rule=self.recipe.allocation, rng=rng, groups=groups)
+
+
+def resolve(recipe: ExpandRecipe, opener: Callable[[str], Checkpoint] = open_checkpoint) -> ExpandPlan:
+    """Open the checkpoint's headers, fill in every default and check that everything fits together.
+
+    Raises:
+        MoesaicError: anything that the expansion could stumble over, except the values of weights and gradients.
+    """
+    parse_size(recipe.shard_size)
+    checkpoint = opener(recipe.checkpoint)
+    model = detect_moe(checkpoint)
+    count = model.num_experts
+    if recipe.experts <= count:
+        raise MoesaicError(
+            f"--experts {recipe.experts}: {checkpoint.name} has {count} experts already; give a larger number "
+            "(`moesaic extract` makes a smaller model)"
+        )
+    top_k = model.top_k if recipe.top_k is None else recipe.top_k
+    filled = replace(recipe, checkpoint=_pinned(recipe.checkpoint, checkpoint), utility=_utility(recipe), top_k=top_k)
+    plan = ExpandPlan(
+        recipe=filled,
+        checkpoint=checkpoint,
+        model=model,
+        top_k=top_k,
+        groups=group_count(checkpoint.config, model),
+        whole_groups=False,
+        conversion=None,
+        notices=(),
+    )
+    plan = replace(plan, whole_groups=plan.groups > 1 and plan.multiplied)
+    plan = replace(plan, conversion=_conversion(plan))
+    _check_allocation(plan)
+    _check_top_k(plan)
+    _check_router_op(plan)
+    return replace(plan, notices=tuple(_notices(plan)))
+
+
+def group_count(config: Mapping[str, Any], model: MoEModel) -> int:
+    """Number of groups of a family's group-limited selection; 1 where selection is over all experts."""
+    keys = model.family.group_keys
+    if keys is None or config.get("topk_method") == "greedy":
+        return 1
+    value = config.get(keys[0])
+    return value if isinstance(value, int) else 1
+
+
+def runs(plan: ExpandPlan, layer: MoELayerTensors) -> bool:
+    """Whether the model has this layer: checkpoints also store layers for multi-token prediction behind the last."""
+    depth = plan.checkpoint.config.get("num_hidden_layers")
+    return not isinstance(depth, int) or layer.layer < depth
+
+
+def _utility(recipe: ExpandRecipe) -> Any:
+    if recipe.utility is not None or recipe.utility_from is not None:
+        return recipe.utility
+    return "gradient_norm" if recipe.calibration else "uniform"
+
+
+def _check_allocation(plan: ExpandPlan) -> None:
+    """Whether the number of copies is possible does not depend on the utilities."""
+    groups = 1 if plan.whole_groups else plan.groups
+    ones = [1.0] * plan.model.num_experts
+    allocate(ones, plan.added, cap=plan.recipe.cap, rule="greedy", rng=random.Random(0), groups=groups)
+
+
+def _conversion(plan: ExpandPlan) -> Conversion | None:
+    if not plan.exclusive:
+        return None
+    name = plan.checkpoint.name
+    if plan.grouped:
+        raise MoesaicError(
+            f"--routing one_per_copy_group: {name} routes to one expert per group already; with --routing plain the "
+            "copies join the group of their source"
+        )
+    model_type = str(plan.checkpoint.config.get("model_type"))
+    return None if model_type.startswith("moesaic_") else conversion_of(model_type, name)
+
+
+def _check_top_k(plan: ExpandPlan) -> None:
+    config, model = plan.checkpoint.config, plan.model
+    limit, what = plan.experts, f"there are {plan.experts} experts"
+    if plan.exclusive:
+        limit, what = model.num_experts, f"one_per_copy_group uses at most one copy of each of {model.num_experts}"
+    elif plan.grouped:
+        groups = config["expert_groups"]
+        limit = min(len(set(ids)) for ids in (groups if isinstance(groups[0], list) else [groups]))
+        what = f"the model uses at most one expert of each of its {limit} groups"
+    elif plan.groups > 1:
+        assert model.family.group_keys is not None
+        chosen = int(config[model.family.group_keys[1]])
+        times = plan.multiple if plan.whole_groups else 1
+        assert times is not None
+        limit = chosen * times * (plan.experts // (plan.groups * times))
+        what = f"a token uses experts of {chosen * times} groups only, which have {limit}"
+    if plan.top_k > limit:
+        raise MoesaicError(f"--top-k {plan.top_k}: {what}; give at most {limit}")
+
+
+def _check_router_op(plan: ExpandPlan) -> None:
+    if plan.recipe.router_op == "bias_only" and not plan.model.family.selection_bias:
+        raise MoesaicError(
+            f"--router-op bias_only: {plan.checkpoint.name} has no selection bias; use copy, which puts the noise of "
+            "--delta on router rows"
+        )
+
+
+def _notices(plan: ExpandPlan) -> list[str]:
+    notices = []
+    if plan.recipe.utility == "uniform" and plan.recipe.allocation != "greedy":
+        notices.append(f"--allocation {plan.recipe.allocation} has no effect: uniform utilities go round robin")
+    extra = [layer.layer for layer in plan.model.layers if not runs(plan, layer)]
+    if extra and plan.recipe.utility != "uniform":
+        numbers = ", ".join(map(str, extra))
+        notices.append(f"layer {numbers} is for multi-token prediction and has no gradients: copies are spread evenly")
+    if plan.conversion is not None:
+        notices.append(
+            f"{plan.checkpoint.config['model_type']} cannot say one_per_copy_group: the result is "
+            f"moesaic_{plan.conversion.base}, whose code comes with it"
+        )
+    return notices
+
+
+def _pinned(reference: str, checkpoint: Checkpoint) -> str:
+    if checkpoint.revision is None:
+        return reference
+    return f"{reference.split('@')[0]}@{checkpoint.revision}"

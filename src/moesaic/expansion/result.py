@@ -1,0 +1,86 @@
+"""What an expansion made (or would make), for people and for programs. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moesaic.expansion.resolve import ExpandPlan
+from moesaic.expansion.statement import Statement
+from moesaic.progress import amount
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpandResult:
+    """The outcome of `expand`."""
+
+    out: Path | None
+    """The folder that was written; None for a dry run."""
+    plan: ExpandPlan
+    copies: Mapping[int, Sequence[int]] | None
+    """MoE layer -> added copies of each expert; None for a dry run whose utilities need the model to run."""
+    statement: Statement
+    notices: tuple[str, ...]
+    nbytes: int
+    """Of the weight files."""
+    parameters: int
+    active_parameters: int
+    seconds: float
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Everything worth knowing as plain values, for `--json`."""
+        recipe = self.plan.recipe
+        copies = None if self.copies is None else {str(layer): list(n) for layer, n in self.copies.items()}
+        return {
+            "out": None if self.out is None else str(self.out),
+            "experts": self.plan.experts,
+            "experts_before": self.plan.model.num_experts,
+            "top_k": self.plan.top_k,
+            "utility": recipe.utility or recipe.utility_from,
+            "routing": recipe.routing,
+            "copies": copies,
+            "parameters": self.parameters,
+            "active_parameters": self.active_parameters,
+            "bytes": self.nbytes,
+            "statement": {"code": self.statement.code, "text": self.statement.text},
+            "notices": list(self.notices),
+            "seconds": round(self.seconds, 3),
+        }
+
+    @property
+    def lines(self) -> list[str]:
+        """The same for people."""
+        plan = self.plan
+        done = "would write" if self.out is None else f"{self.out}: wrote"
+        took = "" if self.out is None else f" in {self.seconds:.1f} s"
+        return [
+            f"{done} {amount(self.nbytes)}{took}",
+            f"{plan.experts} experts instead of {plan.model.num_experts} in {len(plan.model.layers)} layers, "
+            f"{plan.top_k} active, copies by {plan.recipe.utility or plan.recipe.utility_from}, "
+            f"routing {plan.recipe.routing}",
+            *copies_lines(self.copies),
+            f"{self.parameters:,} parameters, {self.active_parameters:,} active per token",
+            f"{self.statement.code}: {self.statement.text}",
+        ]
+
+
+def copies_lines(copies: Mapping[int, Sequence[int]] | None) -> list[str]:
+    """The added copies of each expert, layers with the same ones in one line."""
+    if copies is None:
+        return ["copies per expert: not known before the gradients are"]
+    layers: dict[tuple[int, ...], list[int]] = {}
+    for layer, numbers in copies.items():
+        layers.setdefault(tuple(numbers), []).append(layer)
+    return [f"copies added in layer {_ranges(of)}: {' '.join(map(str, numbers))}" for numbers, of in layers.items()]
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """3, 4, 5, 9 as 3-5,9."""
+    parts: list[list[int]] = []
+    for layer in layers:
+        if parts and layer == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], layer]
+        else:
+            parts.append([layer])
+    return ",".join("-".join(map(str, part)) for part in parts)

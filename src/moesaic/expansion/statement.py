@@ -1,0 +1,110 @@
+"""What can be promised about the grown model before it is trained (methods.md section 3). No torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moesaic.expansion.resolve import ExpandPlan
+
+Code = Literal["E1", "E2", "E3", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """One statement about every MoE layer: its code, and a sentence.
+
+    E1: uniform m-fold copies with m times as many active experts. E2: at most one of the copies of an expert. E3: one
+    active expert, whose weight is constant. All are about exact arithmetic.
+    """
+
+    code: Code
+    text: str
+
+    @property
+    def preserves(self) -> bool:
+        """Whether every MoE layer computes what the source's computes, but for the noise and rounding."""
+        return self.code != "none"
+
+
+def statement(plan: ExpandPlan) -> Statement:
+    """The strongest statement that holds for a plan."""
+    recipe = plan.recipe
+    changed = [
+        f"--{name} {value}"
+        for name, value in (("expert-op", recipe.expert_op), ("router-op", recipe.router_op))
+        if value not in ("copy", "bias_only")
+    ]
+    if changed:
+        return _nothing(f"nothing is preserved exactly: {' and '.join(changed)} makes duplicates that are no copies")
+    if plan.exclusive:
+        return Statement(code="E2", text=_exclusive(plan))
+    if plan.grouped:
+        return _grouped(plan)
+    if plan.multiplied:
+        return Statement(code="E1", text=_multiplied(plan))
+    if plan.top_k == plan.model.top_k == 1 and plan.normalised and plan.groups == 1:
+        text = "exact: one expert per token, with a constant weight, and whichever copy wins is the same expert"
+        return Statement(code="E3", text=text + _noise(plan))
+    return _nothing(_jump(plan))
+
+
+def _nothing(text: str) -> Statement:
+    return Statement(code="none", text=text)
+
+
+def _same_top_k(plan: ExpandPlan) -> str:
+    if plan.top_k == plan.model.top_k:
+        return "at the same number of active experts"
+    return f"with the source at {plan.top_k} active experts instead of {plan.model.top_k}"
+
+
+def _exclusive(plan: ExpandPlan) -> str:
+    text = f"exact {_same_top_k(plan)}: the copies of an expert are one group, whose score is its source's logit"
+    if not plan.recipe.delta:
+        return f"{text} (--delta 0: of equal copies the first is always used)"
+    return (
+        f"{text}; the noise of --delta {plan.recipe.delta:g} on router rows adds up to zero over a group, so scores "
+        "deviate in second order"
+    )
+
+
+def _grouped(plan: ExpandPlan) -> Statement:
+    config = plan.checkpoint.config
+    if config.get("group_score") == "max" and plan.normalised:
+        text = f"exact {_same_top_k(plan)}: copies join the group of their source, whose largest logit stays"
+        return Statement(code="E2", text=text + _noise(plan))
+    return _nothing(
+        f"nothing is preserved exactly: group score {config.get('group_score')} and weighting "
+        f"{config.get('routing_weighting')} change when a group gets copies of some of its experts"
+    )
+
+
+def _multiplied(plan: ExpandPlan) -> str:
+    text = (
+        f"exact: every expert is there {plan.multiple} times and {plan.top_k} instead of {plan.model.top_k} experts "
+        "are active, so all copies of an expert are used together"
+    )
+    if plan.whole_groups:
+        text += f"; groups of experts are duplicated as a whole, {plan.groups * (plan.multiple or 1)} of them"
+    if plan.divides_scaling:
+        text += f"; {plan.model.family.scaling_key} is divided by {plan.multiple}"
+    return text + _noise(plan)
+
+
+def _noise(plan: ExpandPlan) -> str:
+    if not plan.recipe.delta:
+        return ""
+    where = "selection bias" if plan.model.family.selection_bias else "router rows"
+    return f"; not exact by the noise of --delta {plan.recipe.delta:g} on the duplicates' {where} (--delta 0 is)"
+
+
+def _jump(plan: ExpandPlan) -> str:
+    return (
+        f"nothing is preserved exactly: plain top-{plan.top_k} uses several copies of the same expert, so the model "
+        "starts as the source with fewer different experts per token, and its loss jumps (measure it); exact are "
+        f"--routing one_per_copy_group, or uniform copies with --top-k times {_times(plan)}"
+    )
+
+
+def _times(plan: ExpandPlan) -> str:
+    times, rest = divmod(plan.experts, plan.model.num_experts)
+    return "as many as the copies" if rest else str(times)
