@@ -1,7 +1,8 @@
 """Build, grow and take apart Mixture-of-Experts language models.
 
-The verbs of the command line are functions here: `upcycle`, `train`, `verify`, `plan`, `generate`; `load` gives a
-model. Importing this package imports neither torch nor transformers; they come with the first call that needs them.
+The verbs of the command line are functions here: `upcycle`, `train`, `expand`, `verify`, `plan`, `generate`; `load`
+gives a model. Importing this package imports neither torch nor transformers; they come with the first call that needs
+them.
 """
 
 import importlib
@@ -12,19 +13,21 @@ from moesaic.modeling import register as _register
 
 if TYPE_CHECKING:
     from moesaic.api import upcycle
+    from moesaic.expansion.api import expand
     from moesaic.generation import generate
     from moesaic.loading import load
     from moesaic.planning import plan
     from moesaic.training.api import train
     from moesaic.verifying import verify
 
-__all__ = ["MoesaicError", "__version__", "generate", "load", "plan", "train", "upcycle", "verify"]
+__all__ = ["MoesaicError", "__version__", "expand", "generate", "load", "plan", "train", "upcycle", "verify"]
 
 __version__ = "0.1.0"
 
 # Name -> module that has it. No module of the package has the name of a function here: importing it would replace the
 # function (so the implementation of `upcycle` is in `upcycling`, and so on).
 _FUNCTIONS = {
+    "expand": "moesaic.expansion.api",
     "generate": "moesaic.generation",
     "load": "moesaic.loading",
     "plan": "moesaic.planning",

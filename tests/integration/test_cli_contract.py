@@ -20,7 +20,7 @@ from moesaic.recipes import shipped_recipes
 from moesaic.upcycling.recipe import UpcycleRecipe
 from tests.tiny_models import VOCABULARY, save_tiny
 
-VERBS = ["upcycle", "train", "verify", "plan", "generate", "recipes", "recipes list", "recipes show"]
+VERBS = ["upcycle", "train", "expand", "verify", "plan", "generate", "recipes", "recipes list", "recipes show"]
 
 
 @pytest.fixture
