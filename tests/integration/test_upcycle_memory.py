@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ print(json.dumps({"before": before, "after": peak(), "written": result.plan.file
 def bases(tmp_path_factory):
     """FFNs of 3 MB per layer; the second base has six times the layers."""
     root = tmp_path_factory.mktemp("bases")
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}
     return {layers: save_tiny(root / str(layers), "llama", num_layers=layers, **sizes) for layers in (2, 12)}
 
 

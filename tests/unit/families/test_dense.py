@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_ffn_biases(tmp_path, base):
 @pytest.fixture
 def wrapper(tmp_path):
     """A tiny Gemma-3 with its vision tower, saved as transformers saves it."""
-    config = AutoConfig.for_model("gemma3")
+    config: Any = AutoConfig.for_model("gemma3")
     text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     text |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96, "sliding_window": 8, "pad_token_id": 0}
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
