@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moesaic.checkpoint.source import Checkpoint, open_headers
 from moesaic.errors import MoesaicError
@@ -11,14 +11,15 @@ from moesaic.planning.report import PlanReport
 from moesaic.recipe import load_recipe
 from moesaic.recipe_yaml import parse_yaml, read_yaml
 from moesaic.recipes import read_recipe, shipped_recipes
-from moesaic.training.planning import TrainPlan, plan_train
-from moesaic.training.recipe import TrainRecipe
 from moesaic.upcycling.recipe import UpcycleRecipe
+
+if TYPE_CHECKING:
+    from moesaic.training.planning import TrainPlan
 
 DEFAULT_CONTEXT = 4096
 """Tokens of the sequence that FLOPs and cache are stated for."""
 
-RecipePlan = Callable[[Path | Mapping[str, Any], str, int], PlanReport | TrainPlan]
+RecipePlan = Callable[[Path | Mapping[str, Any], str, int], "PlanReport | TrainPlan"]
 
 
 def _plan_upcycle_recipe(source: Path | Mapping[str, Any], subject: str, context: int) -> PlanReport:
@@ -32,7 +33,11 @@ def _plan_upcycle(recipe: UpcycleRecipe, subject: str, context: int) -> PlanRepo
     return plan_upcycle(recipe, subject=subject, context=context)
 
 
-def _plan_train_recipe(source: Path | Mapping[str, Any], subject: str, context: int) -> TrainPlan:
+def _plan_train_recipe(source: Path | Mapping[str, Any], subject: str, context: int) -> "TrainPlan":
+    # As above: `training.planning` counts on this package.
+    from moesaic.training.planning import plan_train
+    from moesaic.training.recipe import TrainRecipe
+
     del context  # a training recipe says itself how long its sequences are
     return plan_train(load_recipe(TrainRecipe, source), subject=subject)
 
@@ -43,7 +48,7 @@ RECIPES: Mapping[str, RecipePlan] = {"method": _plan_upcycle_recipe, "optimizer"
 
 def plan(
     source: str | Path | Mapping[str, Any] | UpcycleRecipe | Checkpoint, *, context: int | None = None
-) -> PlanReport | TrainPlan:
+) -> "PlanReport | TrainPlan":
     """Return what a checkpoint or a recipe amounts to, from headers and configs alone.
 
     Args:
@@ -77,7 +82,7 @@ def plan(
 
 def _plan_recipe(
     source: Path | Mapping[str, Any], content: Mapping[str, Any], subject: str, context: int
-) -> PlanReport | TrainPlan:
+) -> "PlanReport | TrainPlan":
     for key, planner in RECIPES.items():
         if key in content:
             return planner(source, subject, context)

@@ -91,11 +91,13 @@ class Console:
 
     def __init__(self, *, steps: int, first: int, quiet: bool) -> None:
         self._steps, self._first, self._quiet = steps, first, quiet
-        self._start = self._shown = time.monotonic()
+        self._shown = time.monotonic()
+        self._seconds = 0.0
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Show a step if it is time to."""
         now, step = time.monotonic(), line["step"]
+        self._seconds += line["timing"]["seconds"]
         if step not in (self._first + 1, self._steps) and now - self._shown < _CONSOLE_SECONDS:
             return
         self._shown = now
@@ -103,7 +105,7 @@ class Console:
         speed = f"{timing['tokens_per_second']:,.0f} tokens/s, {timing['flops_per_second'] / 1e9:,.1f} GFLOP/s"
         if "mfu" in timing:
             speed += f" ({100 * timing['mfu']:.1f}% of peak)"
-        left = (now - self._start) / (step - self._first) * (self._steps - step)
+        left = self._seconds / (step - self._first) * (self._steps - step)  # of steps, without validation
         notice(
             f"step {step:,}/{self._steps:,}: loss {line['loss']:.4f}, gradient {line['grad_norm']:.3g}, "
             f"lr {line['lr']:.3g}, {speed}, {duration(left)} left",
