@@ -81,19 +81,49 @@ def measure(
     from moesaic.routing.cross_entropy import IGNORED, token_losses
 
     device = next(model.parameters()).device
+    packed = keeps_documents_apart(model)
     with _watched(model) as experts:
         for batch in batches:
-            batch = batch.to(device)
-            experts.mask_T = (batch.document_ids_BS >= 0).flatten()
-            output = model(input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False)
-            labels_BS = nn.functional.pad(batch.labels_BS[:, 1:], (0, 1), value=IGNORED)
-            losses_T, _ = token_losses(output.logits.flatten(0, 1), labels_BS.flatten())
-            loss = losses_T.sum() / batch.num_targets
-            if not math.isfinite(loss.item()):
-                raise MoesaicError(f"{name}: its loss on the calibration text is {loss.item()}; check weights and text")
-            loss.backward()
+            total = 0.0
+            for ids_BS, positions_BS, labels_BS, mask_BS in _parts(batch.to(device), packed=packed):
+                experts.mask_T = mask_BS.flatten()
+                output = model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False)
+                labels_BS = nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
+                losses_T, _ = token_losses(output.logits.flatten(0, 1), labels_BS.flatten())
+                loss = losses_T.sum() / batch.num_targets
+                loss.backward()
+                total += loss.item()
+            if not math.isfinite(total):
+                raise MoesaicError(f"{name}: its loss on the calibration text is {total}; check weights and text")
             tick(1)
         return experts.result(len(batches))
+
+
+@torch.no_grad()
+def keeps_documents_apart(model: Any) -> bool:
+    """Whether position ids that restart keep packed documents apart in this model.
+
+    transformers' masks see to it where a family passes its position ids on; GPT-OSS does not.
+    """
+    device = next(model.parameters()).device
+    ids_BS, positions_BS = torch.tensor([[0, 1, 2, 1]], device=device), torch.tensor([[0, 1, 0, 1]], device=device)
+    packed_V = model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False).logits[0, -1].float()
+    alone_V = model(input_ids=ids_BS[:, 2:], use_cache=False).logits[0, -1].float()
+    return bool((packed_V - alone_V).norm() < 0.02 * alone_V.norm())
+
+
+def _parts(batch: "PackedBatch", *, packed: bool) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Token ids, positions, labels and the mask of real tokens: the batch, or each piece of a document for itself."""
+    mask_BS = batch.document_ids_BS >= 0
+    if packed:
+        yield batch.input_ids_BS, batch.position_ids_BS, batch.labels_BS, mask_BS
+        return
+    columns = (batch.input_ids_BS, batch.position_ids_BS, batch.labels_BS, mask_BS)
+    for row, documents_S in enumerate(batch.document_ids_BS):
+        for document in documents_S[documents_S >= 0].unique_consecutive():
+            chosen_S = documents_S == document
+            ids_BS, positions_BS, labels_BS, part_mask_BS = (values[row, chosen_S][None] for values in columns)
+            yield ids_BS, positions_BS, labels_BS, part_mask_BS
 
 
 @dataclass(kw_only=True)
