@@ -1,8 +1,8 @@
 """Build, grow and take apart Mixture-of-Experts language models.
 
-The verbs of the command line are functions here: `upcycle`, `train`, `expand`, `verify`, `plan`, `generate`; `load`
-gives a model. Importing this package imports neither torch nor transformers; they come with the first call that needs
-them.
+The verbs of the command line are functions here: `upcycle`, `train`, `expand`, `select`, `extract`, `merge_back`,
+`verify`, `plan`, `generate`; `load` gives a model, and `restrict` lets it use some of its experts only. Importing this
+package imports neither torch nor transformers; they come with the first call that needs them.
 """
 
 import importlib
@@ -17,10 +17,28 @@ if TYPE_CHECKING:
     from moesaic.generation import generate
     from moesaic.loading import load
     from moesaic.planning import plan
+    from moesaic.selection.extraction import extract
+    from moesaic.selection.merging import merge_back
+    from moesaic.selection.restriction import restrict
+    from moesaic.selection.selecting import select
     from moesaic.training.api import train
     from moesaic.verifying import verify
 
-__all__ = ["MoesaicError", "__version__", "expand", "generate", "load", "plan", "train", "upcycle", "verify"]
+__all__ = [
+    "MoesaicError",
+    "__version__",
+    "expand",
+    "extract",
+    "generate",
+    "load",
+    "merge_back",
+    "plan",
+    "restrict",
+    "select",
+    "train",
+    "upcycle",
+    "verify",
+]
 
 __version__ = "0.1.0"
 
@@ -28,9 +46,13 @@ __version__ = "0.1.0"
 # function (so the implementation of `upcycle` is in `upcycling`, and so on).
 _FUNCTIONS = {
     "expand": "moesaic.expansion.api",
+    "extract": "moesaic.selection.extraction",
     "generate": "moesaic.generation",
     "load": "moesaic.loading",
+    "merge_back": "moesaic.selection.merging",
     "plan": "moesaic.planning",
+    "restrict": "moesaic.selection.restriction",
+    "select": "moesaic.selection.selecting",
     "train": "moesaic.training.api",
     "upcycle": "moesaic.api",
     "verify": "moesaic.verifying",

@@ -17,6 +17,7 @@ def generate(
     dtype: str = "auto",
     seed: int = 0,
     stream: bool = False,
+    selection: str | Path | None = None,
 ) -> str:
     """Continue a text with a model, dense or MoE, and return what was added.
 
@@ -29,6 +30,7 @@ def generate(
         dtype: float32, bfloat16, float16, or auto for the checkpoint's.
         seed: of the drawing.
         stream: print prompt and text on stdout while it is made.
+        selection: file of `select`: only its experts are used.
 
     Raises:
         MoesaicError: the checkpoint has no model or tokenizer that can be used, or an argument is out of range.
@@ -45,6 +47,8 @@ def generate(
 
     tokenizer: Any = load_tokenizer(checkpoint)
     model: Any = load(checkpoint, device=device, dtype=dtype)
+    if selection is not None:
+        _restrict(model, checkpoint, selection)
     encoded = tokenizer(prompt, return_tensors="pt").to(model.device)
     _check_tokens(encoded["input_ids"][0].tolist(), model.config.get_text_config().vocab_size, str(checkpoint))
     # The checkpoint's own sampling settings are left out, so that the same command means the same for every model.
@@ -66,6 +70,20 @@ def generate(
     # Decoding the added tokens alone would lose the space before their first word in some tokenizers.
     before = tokenizer.decode(ids[0, :start], skip_special_tokens=True)
     return tokenizer.decode(ids[0], skip_special_tokens=True).removeprefix(before)
+
+
+def _restrict(model: Any, checkpoint: str | Path, file: str | Path) -> None:
+    """Let the model use the experts of a selection that was made for this checkpoint."""
+    from moesaic.checkpoint.source import open_checkpoint
+    from moesaic.families.moe import detect_moe
+    from moesaic.selection.restriction import restrict
+    from moesaic.selection.selection import load_selection
+    from moesaic.selection.source import describe, refuse_other_model
+
+    selection = load_selection(file)
+    opened = open_checkpoint(checkpoint)
+    refuse_other_model(selection.source, describe(opened, detect_moe(opened)), str(file))
+    restrict(model, selection)
 
 
 def _first_id(*candidates: int | Sequence[int] | None) -> int:

@@ -24,6 +24,9 @@ def command(
     temperature: Annotated[
         float, Parameter(help="0 takes the likeliest token every time; higher values draw at random.")
     ] = 0.0,
+    selection: Annotated[
+        str | None, Parameter(help="Use only the experts that this file of `moesaic select` keeps.")
+    ] = None,
     device: Device = None,
     dtype: Dtype = "auto",
     seed: Seed = 0,
@@ -46,6 +49,7 @@ def command(
         dtype=dtype,
         seed=seed,
         stream=live,
+        selection=selection,
     )
     if json:
         print_json({"prompt": prompt, "text": text})

@@ -4,19 +4,14 @@ methods.md, section 4. An expert that no token reached scores 0, never NaN.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, get_args
 
 import numpy as np
 import xxhash
 from jaxtyping import Float64
 from numpy import ndarray
 
+from moesaic.selection.request import EasyEpVariant, Method
 from moesaic.selection.statistics import ExpertStatistics
-
-Method = Literal["router", "easy_ep", "reap", "frequency", "random"]
-EasyEpVariant = Literal["original", "emo"]
-
-METHODS: tuple[Method, ...] = get_args(Method)
 
 
 def score_router(statistics: ExpertStatistics) -> Float64[ndarray, "layers experts"]:

@@ -79,8 +79,7 @@ class StreamedModel:
     def _embed(self, batches: Sequence[Batch]) -> None:
         """Run the model up to its first layer, and record what each layer would be called with."""
         around = [child for child in self._base.children() if child is not self._base.layers]
-        before = [child for child in around if child is not getattr(self._base, "norm", None)]
-        self._load(lambda name: ".layers." not in f".{name}" and not name.startswith("lm_head."), *before)
+        self._load(lambda name: ".layers." not in f".{name}" and not name.startswith("lm_head."), *around)
         for batch in batches:
             with _recording(self._base.layers) as calls:
                 try:
@@ -89,7 +88,7 @@ class StreamedModel:
                 except _RecordedError:
                     batch.hidden_BSD = calls[0][0]
                     batch.arguments = [keywords for _, keywords in calls]
-        for module in before:
+        for module in around:
             _forget(module)
 
     def _load(self, wanted: Callable[[str], bool], *modules: nn.Module) -> None:

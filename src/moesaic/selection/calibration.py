@@ -1,0 +1,217 @@
+"""Calibration texts: which records of which files, as what text, after which demonstrations. Torch-free.
+
+A record's place in the order is a hash of (seed, its number), so samples are nested: the first 5 of 100 are the same 5,
+and adding files at the end moves nothing.
+"""
+
+import heapq
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from moesaic.data.files import find_files
+from moesaic.data.readers import read_records
+from moesaic.data.recipe import SourceRecipe
+from moesaic.errors import MoesaicError
+
+_FIELD = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What to calibrate on."""
+
+    path: str
+    """A file or folder: .jsonl, .parquet (field `text`), .txt, .md, .gz and .zst included."""
+    template: str | None = None
+    """Text of a record with {field} in place of its fields, and {answer_text} for the right choice; None: by fields."""
+    examples: int | None = None
+    """Number of records, drawn by the seed; None: all."""
+    shots: int = 0
+    """Other records put before each example, the same ones for all."""
+    split: float | None = None
+    """Draw from this share of the records only, so that the others can be evaluated on (EMO, appendix C: 0.4)."""
+    only: tuple[str, str] | None = None
+    """(field, value): use the records with this value only."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.examples is not None and self.examples < 1:
+            raise MoesaicError(f"--examples {self.examples}: must be at least 1")
+        if self.shots < 0:
+            raise MoesaicError(f"--shots {self.shots}: must be 0 or more")
+        if self.split is not None and not 0.0 < self.split <= 1.0:
+            raise MoesaicError(f"--split {self.split}: must be above 0 and at most 1, such as 0.4")
+
+
+class _Row(NamedTuple):
+    place: int
+    number: int
+    text: str
+
+
+def calibration_texts(calibration: Calibration, *, quiet: bool = True) -> list[str]:
+    """The texts, in the order of the draw; with `shots`, each after the same demonstrations, separated by empty lines.
+
+    Demonstrations are the last records of the same order, so they do not depend on `examples`.
+
+    Raises:
+        MoesaicError: no text is left, not enough records for the shots, a record without the fields that the template
+            names or of which no text is known.
+    """
+    rows: Iterable[_Row] = _rows(calibration, quiet=quiet)
+    shots = calibration.shots
+    last: list[_Row] = []
+    if shots:
+        everything = list(rows)
+        last = heapq.nlargest(shots, everything)
+        rows = (row for row in everything if row not in last)
+        if len(everything) <= shots:
+            raise MoesaicError(
+                f"--shots {shots}: {calibration.path} has {len(everything)} usable records; demonstrations and "
+                "examples must be different ones"
+            )
+    chosen = sorted(rows) if calibration.examples is None else heapq.nsmallest(calibration.examples, rows)
+    if not chosen:
+        where = "" if calibration.only is None else f" with {calibration.only[0]} = {calibration.only[1]}"
+        raise MoesaicError(f"{calibration.path}: the calibration set is empty: no record{where} has any text")
+    return ["\n\n".join([*(row.text for row in last), row.text]) for row in chosen]
+
+
+def categories(path: str, field: str) -> list[str]:
+    """The values of a field over all records, sorted."""
+    found = {str(_field(record.fields, field, record.where)) for record in _records(path, quiet=True)}
+    if not found:
+        raise MoesaicError(f"{path}: the calibration set is empty")
+    return sorted(found)
+
+
+def in_split(number: int, *, share: float, seed: int) -> bool:
+    """Whether record `number` (counted from 0 over all files) is in the share that is calibrated on.
+
+    The rest is for evaluation. Depends on the seed and the number alone.
+    """
+    return xxhash.xxh3_64_intdigest(f"split/{seed}/{number}".encode()) < share * 2**64
+
+
+def _rows(calibration: Calibration, *, quiet: bool) -> Iterator[_Row]:
+    for number, record in enumerate(_records(calibration.path, quiet=quiet)):
+        if calibration.only is not None:
+            name, value = calibration.only
+            if str(_field(record.fields, name, record.where)) != value:
+                continue
+        if calibration.split is not None and not in_split(number, share=calibration.split, seed=calibration.seed):
+            continue
+        text = render(record.fields, calibration.template, record.where)
+        if text.strip():
+            place = xxhash.xxh3_64_intdigest(f"sample/{calibration.seed}/{number}".encode())
+            yield _Row(place, number, text)
+
+
+def _records(path: str, *, quiet: bool) -> Iterator[Any]:
+    source = SourceRecipe(path=path, domain="calibration")
+    for file in find_files(source, quiet=quiet):
+        yield from read_records(file, ("text",), lambda _amount: None)
+
+
+def render(fields: Mapping[str, Any], template: str | None, where: str) -> str:
+    """The text of one record."""
+    if template is not None:
+        known = dict(fields)
+        if _is_choice(fields):
+            known["answer_text"] = fields["choices"][fields["answer"]]
+        return _FIELD.sub(lambda match: str(_field(known, match[1], where)), template.replace("\\n", "\n"))
+    for needed, text in _TEXTS:
+        if all(name in fields for name in needed):
+            rendered = text(fields, where)
+            if not isinstance(rendered, str):
+                raise MoesaicError(f"{where}: field {needed[0]!r} must be a string; give a --template")
+            return rendered
+    known = " | ".join("+".join(needed) for needed, _ in _TEXTS)
+    raise MoesaicError(
+        f"{where}: no text is known for a record with {', '.join(fields)} (known: {known}); give a --template"
+    )
+
+
+def _field(fields: Mapping[str, Any], name: str, where: str) -> Any:
+    if name not in fields:
+        raise MoesaicError(f"{where}: no field {name!r}; the record has {', '.join(map(str, fields))}")
+    return fields[name]
+
+
+def _is_choice(fields: Mapping[str, Any]) -> bool:
+    choices, answer = fields.get("choices"), fields.get("answer")
+    return isinstance(choices, list) and type(answer) is int and 0 <= answer < len(choices)
+
+
+def _choice(fields: Mapping[str, Any], where: str) -> str:
+    if not _is_choice(fields):
+        raise MoesaicError(f"{where}: answer must be the index of one of the choices, got {fields['answer']!r}")
+    return _asked(fields, str(fields["choices"][fields["answer"]]))
+
+
+def _asked(fields: Mapping[str, Any], answer: str) -> str:
+    context = f"{fields['context']}\n" if fields.get("context") else ""
+    return f"{context}Question: {fields['question']}\nAnswer: {answer}"
+
+
+def _first(answers: Any, where: str) -> str:
+    if isinstance(answers, str):
+        return answers
+    if not isinstance(answers, Sequence) or not answers:
+        raise MoesaicError(f"{where}: answers must be a list with at least one; give a --template")
+    return str(answers[0])
+
+
+def _paragraph(fields: Mapping[str, Any], where: str) -> str:
+    """A SQuAD paragraph with its questions; those without an answer are left out."""
+    asked = [
+        f"Question: {one['question']}\nAnswer: {_first(one['answers'], where)}"
+        for one in fields["qas"]
+        if one.get("answers")
+    ]
+    return "\n".join([str(fields["context"]), *asked])
+
+
+_TEXTS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any], str], Any]], ...] = (
+    (("question", "choices", "answer"), _choice),
+    (("question", "answer"), lambda fields, _: _asked(fields, str(fields["answer"]))),
+    (("question", "answers"), lambda fields, where: _asked(fields, _first(fields["answers"], where))),
+    (("prompt", "completion"), lambda fields, _: f"{fields['prompt']}{fields['completion']}"),
+    (("prompt", "canonical_solution"), lambda fields, _: f"{fields['prompt']}{fields['canonical_solution']}"),
+    (("text", "code"), lambda fields, _: f"{fields['text']}\n{fields['code']}"),
+    (("context", "qas"), _paragraph),
+    (("text",), lambda fields, _: fields["text"]),
+)
+"""Fields that a record has -> its text; the first that fits."""
+
+
+def domain_of(path: str) -> str:
+    """The name of calibration data: the file's name up to its first dot."""
+    return Path(path).name.partition(".")[0] or path
+
+
+def encode_texts(
+    texts: Sequence[str], tokenizer: Any, *, max_tokens: int, vocab_size: int, name: str
+) -> list[list[int]]:
+    """Token ids of each text, without padding tokens, cut to the first `max_tokens`.
+
+    Raises:
+        MoesaicError: nothing but padding is left, or a token that the model does not have.
+    """
+    others = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id)
+    padding = None if tokenizer.pad_token_id in others else tokenizer.pad_token_id
+    sequences = []
+    for text in texts:
+        ids = [token for token in tokenizer(text)["input_ids"] if token != padding][:max_tokens]
+        if ids:
+            sequences.append(ids)
+    if not sequences:
+        raise MoesaicError(f"{name}: all tokens of the calibration set are padding; there is nothing to score with")
+    if (most := max(map(max, sequences))) >= vocab_size:
+        raise MoesaicError(f"{name}: its tokenizer gives token {most}, but the model has only {vocab_size}")
+    return sequences
