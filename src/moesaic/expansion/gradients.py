@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moesaic.errors import MoesaicError
 from moesaic.expansion.resolve import ExpandPlan
-from moesaic.progress import notice, progress
+from moesaic.progress import progress
 
 if TYPE_CHECKING:
     from moesaic.data.batch import PackedBatch
@@ -61,8 +61,6 @@ def calibration_batches(plan: ExpandPlan, *, quiet: bool = False) -> list["Packe
     dataset = PackedDataset(prepared, seed=recipe.seed, sequences_per_step=recipe.batch_size)
     there = dataset.num_steps
     assert there is not None
-    if there < recipe.utility_batches:
-        notice(f"the calibration text fills {there} of {recipe.utility_batches} batches", quiet=quiet)
     batches = [dataset.batch(step) for step in range(min(there, recipe.utility_batches))]
     batches = [batch for batch in batches if batch.num_targets]
     if not batches:

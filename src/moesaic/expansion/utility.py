@@ -34,10 +34,19 @@ class UtilityTable:
     tokens: Mapping[int, tuple[int, ...]] | None
     """Calibration tokens that each expert saw; None where no text was used."""
     batches: int | None
+    asked: int | None = None
+    """Batches that the recipe wanted."""
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """The experts that saw no token."""
+        """Text that was short, and the experts that saw no token."""
+        short = self.batches is not None and self.asked is not None and self.batches < self.asked
+        return (
+            *([f"the calibration text fills {self.batches} of {self.asked} batches"] if short else []),
+            *self._unseen(),
+        )
+
+    def _unseen(self) -> tuple[str, ...]:
         unseen = {
             layer: [expert for expert, count in enumerate(counts) if not count]
             for layer, counts in (self.tokens or {}).items()
@@ -164,6 +173,7 @@ def _table(
         per_layer=per_layer,
         tokens=gradients.tokens if gradients else None,
         batches=gradients.batches if gradients else None,
+        asked=plan.recipe.utility_batches,
     )
 
 
