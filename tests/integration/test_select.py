@@ -20,7 +20,7 @@ from moesaic.selection.selection import load_selection
 from moesaic.selection.source import describe
 from moesaic.selection.statistics import SUMS, load_statistics
 from tests.tiny_moes import save_tiny_moe
-from tests.tiny_training import save_tokenizer, write_documents
+from tests.tiny_training import save_tokenizer, tiny_recipe, write_documents
 from tests.unit.selection.kinds import KINDS, save_kind
 
 DOCUMENTS = [[5, 9, 33, 7, 80, 41], [17, 4, 28], [50, 51, 52, 53, 60, 70, 3, 8], [90, 91], [11, 12, 13, 14]]
@@ -280,3 +280,19 @@ def test_a_subset_of_a_trained_subset_knows_its_parents(tmp_path, moe):
     (tmp_path / "cut").rename(tmp_path / "moved")
     with pytest.raises(MoesaicError, match=r"was trained from .*cut, which is not there any more"):
         moesaic.merge_back(moe, trained, tmp_path / "again")
+
+
+def test_a_subset_is_trained_and_comes_back(tmp_path, moe):
+    selection = select(moe, keep=4, data=tmp_path / "math.jsonl", examples=5)
+    extract(moe, selection, tmp_path / "cut")
+    recipe = tiny_recipe(tmp_path / "data", model=str(tmp_path / "cut"), tokenizer=None)
+    moesaic.train(recipe, tmp_path / "trained", quiet=True)
+    moesaic.merge_back(moe, tmp_path / "trained", tmp_path / "full", parts=("router",))
+    before, tuned, after = (load(tmp_path / name).state_dict() for name in ("moe", "trained", "full"))
+    for layer, ids in enumerate(selection.kept):
+        rest = [expert for expert in range(8) if expert not in ids]
+        for part in ("experts.gate_up_proj", "experts.down_proj", "gate.weight"):
+            name = f"model.layers.{layer}.mlp.{part}"
+            assert torch.equal(after[name][list(ids)], tuned[name])
+            assert torch.equal(after[name][rest], before[name][rest])
+            assert not torch.equal(after[name][list(ids)], before[name][list(ids)])

@@ -15,6 +15,7 @@ from moesaic.selection.merging import merge_back
 from moesaic.selection.selection import Selection
 from moesaic.selection.source import describe
 from tests.tiny_moes import EXPERTS, MOE_FAMILIES, save_tiny_moe
+from tests.unit.selection.kinds import KINDS, random_selection, save_kind
 
 GROUPED = ("deepseek_v3", "glm4_moe")  # four groups of two experts; a group must keep two
 LAYOUTS = [(family, fused) for family in MOE_FAMILIES for fused in (False, True)]
@@ -122,6 +123,33 @@ def test_changed_experts_come_back_to_their_places_and_nothing_else_does(tmp_pat
             rows = ids if kind in ("experts", "router") else slice(None)
             expected[rows] += 0.5
         assert torch.equal(after[name], expected), name
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("ours")])
+def test_our_own_architecture(tmp_path, kind):
+    full = save_kind(tmp_path / "full", kind)
+    extract(full, random_selection(full, share=1), tmp_path / "all")
+    assert_same(tensors(full), tensors(tmp_path / "all"))
+    assert json.loads((full / "config.json").read_text()) == json.loads((tmp_path / "all/config.json").read_text())
+    assert (tmp_path / "all/modeling_moesaic.py").exists()
+    selection = random_selection(full)
+    extract(full, selection, tmp_path / "cut")
+    config = json.loads((tmp_path / "cut/config.json").read_text())
+    assert config["num_experts"] == 3
+    if config["routing_rule"] == "one_per_group":
+        given = json.loads((full / "config.json").read_text())["expert_groups"]
+        rows = given if isinstance(given[0], list) else [given, given]
+        assert config["expert_groups"] == [[r[e] for e in ids] for r, ids in zip(rows, selection.kept, strict=True)]
+    merge_back(full, tmp_path / "cut", tmp_path / "same", parts=("router", "shared", "other"))
+    assert_same(tensors(full), tensors(tmp_path / "same"))
+
+
+def test_original_ids_are_chained_through_expand(tmp_path):
+    full = save_tiny_moe(tmp_path / "full", "olmoe")
+    record = {"format": "moesaic/1", "verb": "expand", "experts": {"original": [[0, 1, 2, 3, 0, 1, 2, 3]] * 2}}
+    (full / "moesaic.json").write_text(json.dumps(record))
+    extract(full, select(full, [1, 3, 4, 7]), tmp_path / "cut")
+    assert json.loads((tmp_path / "cut/moesaic.json").read_text())["experts"]["original"] == [[1, 3, 0, 3]] * 2
 
 
 def test_average_is_the_weighted_mean(tmp_path):
@@ -248,3 +276,5 @@ def test_a_dry_run_writes_nothing(tmp_path):
     full = save_tiny_moe(tmp_path / "full", "olmoe")
     assert extract(full, select(full, [0, 1]), tmp_path / "out", dry_run=True).out is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
+    with pytest.raises(MoesaicError, match="full: is the source itself"):
+        extract(full, select(full, [0, 1]), full, dry_run=True, overwrite=True)

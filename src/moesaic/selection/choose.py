@@ -10,7 +10,7 @@ from jaxtyping import Float64
 from numpy import ndarray
 
 from moesaic.errors import MoesaicError
-from moesaic.families.moe_table import MOE_FAMILIES
+from moesaic.families.moe_table import MOE_FAMILIES, family_of
 from moesaic.selection.scorers import mix_domains
 from moesaic.selection.selection import Selection
 from moesaic.selection.source import SourceModel, refuse_other_model
@@ -76,7 +76,7 @@ def _check_groups(
     source: SourceModel, config: Mapping[str, Any], kept: Sequence[Sequence[int]], active: int, where: str
 ) -> None:
     """Group-limited selection: equally many experts in each group, and enough of them in the groups that are used."""
-    groups = source.num_groups
+    groups, family = source.num_groups, family_of(source.model_type)
     if groups == 1:
         return
     size = source.num_experts // groups
@@ -88,7 +88,7 @@ def _check_groups(
                 f"needs equally many in each; --keep must be a multiple of {groups}"
             )
         # transformers' sigmoid routers rank a group by the sum of its two best experts.
-        if counts[0] < 2 and source.model_type != "deepseek_v2":
+        if counts[0] < 2 and family is not None and family.scoring == "sigmoid":
             raise MoesaicError(f"{where}: layer {layer} keeps {counts[0]} expert per group; at least 2 are needed")
         used = int(config.get("topk_group") or groups)
         if counts[0] * used < active:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.card import model_card
+from moesaic.checkpoint.output import check_target
 from moesaic.checkpoint.pieces import NewTensor, slot_tensor, whole
 from moesaic.checkpoint.provenance import read_provenance
-from moesaic.checkpoint.rewrite import Rewrite, check_space, rewrite
+from moesaic.checkpoint.rewrite import Rewrite, check_space, original_experts, rewrite
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.families.moe import MoELayerTensors, MoEModel, detect_moe
 from moesaic.families.moe_table import EXPERT_COUNT_KEYS
@@ -102,6 +103,7 @@ def extract(
     where = "selection" if isinstance(selection, Selection) else str(selection)
     recipe = ExtractRecipe(checkpoint=str(checkpoint), selection=where, top_k=top_k, allow_nonfinite=allow_nonfinite)
     plan, active = plan_extract(recipe, loaded, out)
+    check_target(out, overwrite, sources=[source.path for _, source in plan.sources])
     check_space(plan, out)
     if not dry_run:
         rewrite(plan, out, overwrite=overwrite, workers=workers, quiet=quiet)
@@ -124,6 +126,7 @@ def plan_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -
     keep = refuse_uneven(selection, recipe.selection)
     active = check_counts(identity, source.config, selection.kept, top_k=recipe.top_k, where=recipe.selection)
     routing = (read_provenance(source.path) or {}).get("routing")
+    known = original_experts(source, identity.num_experts, len(identity.layers))
     lineage = extend(identity, selection.kept, find_lineage(source))
     card = model_card(
         title=Path(out).name,
@@ -145,7 +148,9 @@ def plan_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -
         seed=None,
         card=card,
         record={
-            "experts": {"original": [list(row) for row in lineage.ancestors[-1][1]]},
+            "experts": {
+                "original": [[row[one] for one in ids] for row, ids in zip(known, selection.kept, strict=True)]
+            },
             "lineage": lineage.to_json(),
             **({"routing": cut_routing(routing, selection.kept)} if routing else {}),
             "selection": {"method": selection.method, "details": dict(selection.details)},

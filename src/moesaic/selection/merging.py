@@ -1,22 +1,20 @@
 """The verb `merge-back`: put a subset's (fine-tuned) experts back to where they came from in the full model."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from moesaic.checkpoint.card import model_card
-from moesaic.checkpoint.headers import TensorInfo
-from moesaic.checkpoint.layout import OutputTensor
-from moesaic.checkpoint.pieces import ComputedTensor, CopiedTensor, NewTensor, whole
+from moesaic.checkpoint.output import check_target
 from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.rewrite import Rewrite, check_space, rewrite
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.errors import MoesaicError
-from moesaic.families.moe import ROUTER_ROLES, ExpertTensor, MoELayerTensors, MoEModel, detect_moe
+from moesaic.families.moe import MoEModel, detect_moe
 from moesaic.selection.lineage import Ids, find_lineage
-from moesaic.selection.slots import Slot, expert_slots, whole_slot
+from moesaic.selection.merge_tensors import Merge, merged_tensors
 from moesaic.selection.source import SourceModel, describe, source_from_json
 
 Part = Literal["router", "shared", "other"]
@@ -109,6 +107,7 @@ def merge_back(
         allow_nonfinite=allow_nonfinite,
     )
     plan, ids = plan_merge_back(recipe, out)
+    check_target(out, overwrite, sources=[checkpoint.path for _, checkpoint in plan.sources])
     check_space(plan, out)
     if not dry_run:
         rewrite(plan, out, overwrite=overwrite, workers=workers, quiet=quiet)
@@ -130,14 +129,16 @@ def plan_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[Rewrite, 
     root, earlier = _earlier_merges(full, identity)
     ids = _ids_in(root, subset, subset_model)
     _refuse_conflicts(recipe, earlier, ids, identity)
-    merge = _Merge(full=full, subset=subset, average=recipe.average)
+    merge = Merge(full=full, subset=subset, average=recipe.average)
+    tensors, work = merged_tensors(merge, full_model, subset_model, ids, recipe.parts)
     merged = [*earlier, {"name": subset.name, "ids": [list(row) for row in ids], "parts": list(recipe.parts)}]
     routing = (read_provenance(full.path) or {}).get("routing")
     command = ["moesaic", "merge-back", recipe.full, recipe.subset, str(out)]
     plan = Rewrite(
         verb="merge-back",
         sources=(("full", full), ("subset", subset)),
-        tensors=tuple(_tensors(merge, full_model, subset_model, ids, recipe.parts)),
+        tensors=tuple(tensors),
+        work=tuple(work),
         config=full.config,
         recipe=recipe,
         seed=None,
@@ -215,112 +216,3 @@ def _refuse_conflicts(
                 f"{recipe.subset}: {', '.join(both[:3])}{more} were put back from {other['name']} before; "
                 "say with --average how much of this subset to take"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Merge:
-    """Two checkpoints, and how a value of both becomes one."""
-
-    full: Checkpoint
-    subset: Checkpoint
-    average: float | None
-
-    def tensor(self, target: TensorInfo, pieces: Sequence[tuple[Sequence[Slot], Sequence[Slot] | None]]) -> NewTensor:
-        """`target` from consecutive pieces: the slots of the full model, and those of the subset that replace them."""
-        output = OutputTensor(name=target.name, dtype=target.dtype, shape=target.shape)
-        for ours, theirs in pieces:
-            if theirs is not None and _elements(ours) != _elements(theirs):
-                raise MoesaicError(
-                    f"{self.subset.name}: {theirs[0].source.name} has another shape than {target.name} of "
-                    f"{self.full.name}; only the number of experts may differ"
-                )
-        same_dtype = all(slot.source.dtype == target.dtype for _, theirs in pieces for slot in theirs or ())
-        if self.average is None and same_dtype:
-            runs = [slot.run for ours, theirs in pieces for slot in (ours if theirs is None else theirs)]
-            return CopiedTensor(output=output, runs=tuple(runs))
-        sources = [slot.source for ours, theirs in pieces for slot in (*ours, *(theirs or ()))]
-        return ComputedTensor(
-            output=output,
-            sources=tuple({(one.file, one.name): one for one in sources}.values()),
-            compute=_computing(output, pieces, self.average),
-        )
-
-    def whole(self, target: TensorInfo) -> NewTensor:
-        """A tensor that both have under one name."""
-        theirs = self.subset.tensors.get(target.name)
-        if theirs is None or theirs.shape != target.shape:
-            state = "is missing" if theirs is None else f"has shape {list(theirs.shape)}, not {list(target.shape)}"
-            raise MoesaicError(f"{self.subset.name}: {target.name} {state}; leave it out of --with")
-        return self.tensor(target, [([whole_slot(target)], [whole_slot(theirs)])])
-
-
-def _elements(slots: Sequence[Slot]) -> int:
-    return sum(slot.info.shape[0] for slot in slots)
-
-
-def _computing(
-    output: OutputTensor, pieces: Sequence[tuple[Sequence[Slot], Sequence[Slot] | None]], average: float | None
-) -> Callable[[], Any]:
-    """The function that computes a tensor: in float32 (float64 for float64), rounded once.
-
-    full + average * (subset - full), so that the mean of equal values is that value.
-    """
-
-    def compute() -> Any:
-        import torch
-
-        from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
-
-        dtype = TORCH_DTYPES[output.dtype]
-        wide = torch.promote_types(dtype, torch.float32)
-        made = []
-        for ours, theirs in pieces:
-            read_full = theirs is None or average is not None
-            full = torch.cat([read_tensor(slot.info) for slot in ours]) if read_full else None
-            if theirs is None:
-                made.append(full)
-                continue
-            values = torch.cat([read_tensor(slot.info) for slot in theirs])
-            if full is not None and average is not None:
-                values = full.to(wide) + average * (values.to(wide) - full.to(wide))
-            made.append(values.to(dtype))
-        return torch.cat(made).view(output.shape)
-
-    return compute
-
-
-def _tensors(merge: _Merge, full: MoEModel, subset: MoEModel, ids: Ids, parts: Sequence[str]) -> list[NewTensor]:
-    """All tensors of the result, in the order of the full model."""
-    made: dict[str, NewTensor] = {}
-    experts: set[str] = set()
-    shared: set[str] = set()
-    for layer, cut, kept in zip(full.layers, subset.layers, ids, strict=True):
-        shared.update(layer.shared)
-        for tensor in layer.expert_tensors:
-            experts.update(tensor.names(layer.num_experts))
-            if tensor.role not in ROUTER_ROLES or "router" in parts:
-                made.update(_expert_tensors(merge, tensor, layer, cut, kept))
-    for name, info in merge.full.tensors.items():
-        part = "shared" if name in shared else "other"
-        if name not in experts and part in parts:
-            made[name] = merge.whole(info)
-    return [made.get(name) or whole(info) for name, info in merge.full.tensors.items()]
-
-
-def _expert_tensors(
-    merge: _Merge, tensor: ExpertTensor, layer: MoELayerTensors, cut: MoELayerTensors, kept: Sequence[int]
-) -> dict[str, NewTensor]:
-    """The tensors of one role in one layer, with the kept experts' slots from the subset."""
-    place = {expert: number for number, expert in enumerate(kept)}
-    pieces = []
-    for expert in range(layer.num_experts):
-        ours = expert_slots(merge.full, layer, tensor.role, expert)
-        theirs = expert_slots(merge.subset, cut, tensor.role, place[expert]) if expert in place else None
-        assert ours is not None
-        if expert in place and theirs is None:
-            raise MoesaicError(f"{merge.subset.name}: layer {cut.layer} has no tensor for {tensor.role} of the experts")
-        pieces.append((ours, theirs))
-    if tensor.axis is not None:
-        return {tensor.name: merge.tensor(merge.full.tensors[tensor.name], pieces)}
-    names = tensor.names(layer.num_experts)
-    return {names[expert]: merge.tensor(merge.full.tensors[names[expert]], [pieces[expert]]) for expert in place}
