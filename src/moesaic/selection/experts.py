@@ -77,19 +77,22 @@ def run_experts(
     matrices, biases and gates of its own (GPT-OSS) included.
     """
     num_experts, active = experts.gate_up_proj.shape[0], ids_TK.shape[1]
+    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
     order_A = ids_TK.reshape(-1).argsort(stable=True)
     counts = ids_TK.reshape(-1).bincount(minlength=num_experts).tolist()
-    output_AD = hidden_TD.new_empty(order_A.numel(), hidden_TD.shape[1])
+    weights_A = weights_TK.reshape(-1).to(wide)
+    sum_TD = hidden_TD.new_zeros(hidden_TD.shape, dtype=wide)
+    norms_A = weights_A.new_empty(weights_A.shape)
     start = 0
     for expert, count in enumerate(counts):
         if count:
             rows_R = order_A[start : start + count]
-            output_AD[rows_R] = _one_expert(experts, expert, hidden_TD[rows_R // active])
+            token_R = rows_R // active
+            output_RD = _one_expert(experts, expert, hidden_TD[token_R]).to(wide)
+            norms_A[rows_R] = torch.linalg.vector_norm(output_RD, dim=-1)
+            sum_TD.index_add_(0, token_R, output_RD * weights_A[rows_R].unsqueeze(-1))
             start += count
-    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-    norms_TK = torch.linalg.vector_norm(output_AD, dim=-1, dtype=wide).view_as(ids_TK)
-    weighted_TKD = output_AD.view(*ids_TK.shape, -1) * weights_TK.to(output_AD.dtype).unsqueeze(-1)
-    return weighted_TKD.sum(dim=1), norms_TK
+    return sum_TD.to(hidden_TD.dtype), norms_A.view_as(ids_TK)
 
 
 def _one_expert(experts: Any, expert: int, hidden_RD: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from moesaic.selection.experts import MoEBlock, find_block, replaced_forward, ru
 
 Scoring = Literal["softmax", "sigmoid"]
 
+_CHUNK_TOKENS = 1024
+
 _SHARED_BESIDE = ("shared_mlp",)
 """Shared experts that the decoder layer, not the MoE block, adds (Granite-MoE-shared)."""
 
@@ -39,9 +41,9 @@ class Routed:
     output_TD: Float[Tensor, "tokens hidden"]
     """The same with the shared experts, as the model weighs them."""
 
-    def select(self, mask_T: Bool[Tensor, " tokens"]) -> "Routed":
-        """Only some of the tokens."""
-        return Routed(**{name: value[mask_T] for name, value in vars(self).items()})
+    def select(self, tokens: slice | Tensor) -> "Routed":
+        """Only some of the tokens: a range, or a mask."""
+        return Routed(**{name: value[tokens] for name, value in vars(self).items()})
 
 
 class LayerSums:
@@ -58,8 +60,13 @@ class LayerSums:
 
     def add(self, routed: Routed, mask_T: Bool[Tensor, " tokens"]) -> None:
         """Count the tokens of one batch; `mask_T` is False for padding."""
-        real = routed.select(mask_T)
-        self.tokens += int(mask_T.sum())
+        # Some tokens at a time, because float64 copies of all would be the largest things in memory.
+        for start in range(0, len(mask_T), _CHUNK_TOKENS):
+            part = slice(start, start + _CHUNK_TOKENS)
+            self._add(routed.select(part).select(mask_T[part]))
+
+    def _add(self, real: Routed) -> None:
+        self.tokens += len(real.logits_TE)
         ids_A = real.ids_TK.reshape(-1)
         self.counts_E += ids_A.bincount(minlength=len(self.counts_E))
         self.probability_E += probabilities(real.logits_TE, self._scoring).sum(dim=0)
