@@ -31,7 +31,8 @@ def run_ranks(size: int, function: Callable[..., None], *args: Any) -> None:
             if process.exitcode is None:
                 process.kill()
             process.join()
-    assert [process.exitcode for process in processes] == [0] * size
+    codes = [process.exitcode for process in processes]
+    assert codes == [0] * size, codes
 
 
 def _rank(rank: int, size: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:

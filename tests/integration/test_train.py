@@ -276,6 +276,13 @@ def test_a_further_run_goes_on_with_the_selection_bias(tmp_path):
     assert records[1]["sources"][0]["weights_hash"] == records[0]["weights_hash"]
 
 
+def test_a_family_whose_documents_attend_to_each_other_is_refused(tmp_path):
+    config = DENSE | MOE_FAMILIES["gpt_oss"] | {"num_experts_per_tok": 2}
+    recipe = tiny_recipe(tmp_path / "in", model={"family": "gpt_oss", "config": config}, losses={})
+    with pytest.raises(MoesaicError, match="model: gpt_oss does not keep packed documents apart"):
+        run(recipe, tmp_path / "out")
+
+
 def test_frozen_parameters_stay(tmp_path):
     recipe = tiny_recipe(tmp_path / "in", budget={"steps": 2})
     run(recipe, tmp_path / "start")

@@ -11,9 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.errors import MoesaicError
+from moesaic.expansion.gradients import keeps_documents_apart
 from moesaic.loading import load
 from moesaic.routing.install import Installation, find_installation, install
-from moesaic.training.parallel import World, distributed_config
+from moesaic.training.parallel import World, distributed_config, reshard
 from moesaic.training.recipe import ScratchModel, TrainRecipe
 from moesaic.training.scratch import scratch_config
 
@@ -46,6 +47,7 @@ def build_model(recipe: TrainRecipe, out: Path, world: World) -> TrainedModel:
         config = AutoConfig.from_pretrained(open_checkpoint(recipe.model).path, local_files_only=True)
         model = _load(recipe.model, recipe, world)
     model.config.use_cache = False
+    _refuse_leaking_documents(model)
     installation = _install(model, recipe)
     if recipe.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -90,6 +92,18 @@ def _make_config(scratch: ScratchModel) -> PreTrainedConfig:
 def _draw(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+@torch.no_grad()
+def _refuse_leaking_documents(model: PreTrainedModel) -> None:
+    """Refuse a family in which packed documents would attend to each other."""
+    apart = keeps_documents_apart(model.eval())
+    reshard(model)
+    if not apart:
+        raise MoesaicError(
+            f"model: {model.config.model_type} does not keep packed documents apart by their position ids in this "
+            "version of transformers, so it cannot be trained here"
+        )
 
 
 def _install(model: PreTrainedModel, recipe: TrainRecipe) -> Installation | None:

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from moesaic.errors import MoesaicError
@@ -103,3 +104,14 @@ def distributed_config(parallel: ParallelRecipe, precision: Precision) -> Distri
         fsdp_cpu_offload=parallel.cpu_offload,
         fsdp_mixed_precision=precision == "bf16",
     )
+
+
+def reshard(model: nn.Module) -> None:
+    """Give up weights that a forward pass without backward left gathered.
+
+    Until then the model holds these copies in the place of its shards, and would go on with them after the shards have
+    changed.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

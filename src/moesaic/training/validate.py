@@ -10,6 +10,7 @@ from torch import Tensor
 from moesaic.data.batch import PackedBatch
 from moesaic.data.validation import ValidationSet
 from moesaic.routing.cross_entropy import IGNORED, token_losses
+from moesaic.training.parallel import reshard
 from moesaic.training.step import Trainable, shifted_labels
 
 
@@ -52,6 +53,7 @@ def validate(trainable: Trainable, sets: Sequence[ValidationSet]) -> dict[str, D
         return {held_out.domain: _run(trainable, held_out) for held_out in sets}
     finally:
         model.train()
+        reshard(model)
 
 
 @torch.no_grad()
