@@ -142,6 +142,16 @@ def test_overwrite_keeps_the_old_run_until_the_new_one_can_start(tmp_path):
     moesaic.load(tmp_path / "out")
 
 
+@pytest.mark.parametrize("out", ["start", "start/run", "."])
+def test_what_the_recipe_reads_is_never_overwritten(tmp_path, out):
+    recipe = tiny_recipe(tmp_path / "in", budget={"steps": 2})
+    run(recipe, tmp_path / "start")
+    (tmp_path / "recipe.yaml").write_text("looks like a run")
+    with pytest.raises(MoesaicError, match="which the recipe reads; choose another OUT"):
+        run(recipe | {"model": str(tmp_path / "start"), "tokenizer": None}, tmp_path / out, overwrite=True)
+    moesaic.load(tmp_path / "start")
+
+
 def test_a_mistake_leaves_no_new_folder(tmp_path):
     recipe = tiny_recipe(tmp_path / "in", optimizer={"lr": 1e-3, "frozen": ["*.typo.*"]})
     with pytest.raises(MoesaicError, match=r"optimizer\.frozen: '\*\.typo\.\*' matches no parameter"):

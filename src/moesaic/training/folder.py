@@ -9,6 +9,7 @@ from typing import Any
 
 from moesaic.checkpoint.pio import explained
 from moesaic.errors import MoesaicError
+from moesaic.training.recipe import TrainRecipe
 
 RECIPE_FILE = "recipe.yaml"
 _LOCK = "lock"
@@ -46,6 +47,17 @@ def locked_folder(out: Path, *, resume: bool, overwrite: bool) -> Iterator[None]
         finally:
             if not _content(out):
                 shutil.rmtree(out, ignore_errors=True)
+
+
+def refuse_overlap(out: Path, recipe: TrainRecipe) -> None:
+    """Refuse an OUT that is, holds or lies in the model or the tokenizer that are read, or holds the data."""
+    target = out.resolve()
+    read = [source for source in (recipe.model, recipe.tokenizer) if isinstance(source, str)]
+    held = [source.path for source in (*recipe.data.sources, *recipe.data.validation)]
+    for name in (*read, *held):
+        source = Path(name).resolve()
+        if source.exists() and (source.is_relative_to(target) or (name in read and target.is_relative_to(source))):
+            raise MoesaicError(f"{out}: is, holds or lies in {name}, which the recipe reads; choose another OUT")
 
 
 def _content(out: Path) -> set[str]:

@@ -20,7 +20,7 @@ from moesaic.data.validation import ValidationSet, validation_sets
 from moesaic.errors import MoesaicError
 from moesaic.progress import notice
 from moesaic.recipe import dump_recipe, recipe_values
-from moesaic.training.folder import RECIPE_FILE, clear_folder, locked_folder, refuse_changes
+from moesaic.training.folder import RECIPE_FILE, clear_folder, locked_folder, refuse_changes, refuse_overlap
 from moesaic.training.metrics import MetricsLog
 from moesaic.training.model import build_model
 from moesaic.training.optimizer import MOMENTS, build_optimizer
@@ -107,6 +107,7 @@ def train(
     """
     started = time.monotonic()
     out = Path(out)
+    refuse_overlap(out, recipe)
     with joined_world(recipe.parallel) as world:
         quiet = quiet or not world.is_main
         folder = locked_folder(out, resume=resume, overwrite=overwrite) if world.is_main else nullcontext()
