@@ -293,6 +293,17 @@ def test_a_value_outside_the_range_of_float16_is_refused(folders, tmp_path):
     upcycle(recipe_for(folders, "virtual_group", dtype="bfloat16"), tmp_path / "out", quiet=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["virtual_group", "drop"])
+def test_a_value_that_scaling_makes_infinite_is_refused(tmp_path, dtype, method):
+    base = save_tiny(tmp_path / "base", "llama", dtype=dtype)
+    change_weights(base, lambda tensors: tensors["model.layers.0.mlp.down_proj.weight"].fill_(3e38))
+    recipe = UpcycleRecipe(base=str(base), method=method, experts=8, shards=4, top_k=4, drop_ratio=0.0)
+    message = refusal(recipe, tmp_path)
+    assert "model.layers.0.mlp.experts.down_proj" in message
+    assert "--scale" in message
+
+
 def test_a_truncated_file_is_refused(folders, tmp_path):
     file = folders[1] / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from moesaic.errors import MoesaicError
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
 from moesaic.upcycling.run import upcycle
-from moesaic.verifying import verify
+from moesaic.verifying import verify_upcycled as verify
 from tests.tiny_models import save_tiny
 
 
@@ -51,6 +51,8 @@ HOLD = [
     ("D1", "divmoe", {"specialists": DIFFERENT, "router_init": "random", "router_std": 1.0}),
     ("D1", "divmoe", {"specialists": DIFFERENT[:3], "router_std": 1.0}),
     ("D1", "btx", {"specialists": DIFFERENT, "router_std": 1.0}),
+    ("D1", "divmoe", {"specialists": DIFFERENT, "router_init": "random", "router_std": 1.0, "scale": "paper"}),
+    ("D1", "divmoe", {"specialists": DIFFERENT, "router_init": "random", "router_std": 1.0, "scale": "none"}),
     ("S1", "virtual_group", {"shared_experts": 1}),
     ("S1", "divmoe", {"specialists": SAME, "shared_experts": 2}),
     ("N2", "virtual_group", {"weighting": "all", "shared_experts": 2, "router_std": 1.0}),
@@ -109,6 +111,22 @@ def test_the_papers_scale_and_router_show_what_methods_md_predicts(models, tmp_p
     assert 0.3 < report.coverage < 0.7
     assert report.norm_ratio > 3.5
     assert "50% of the tokens" in report.statement
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_tokens_with_a_hidden_state_of_zeros_are_left_out(tmp_path, bias):
+    base = save_tiny(tmp_path / "base", "llama", mlp_bias=bias)
+
+    # The embedding of a padding token, to which attention adds nothing in the first layer.
+    change(base, "model.embed_tokens.weight", lambda tensor: tensor.index_fill(0, torch.tensor([5]), 0.0))
+    change(base, "model.layers.0.self_attn.o_proj.weight", torch.zeros_like)
+    target = make(tmp_path, tmp_path / "moe", "divmoe", specialists=("base",) * 4)
+    report = verify(base, target, quiet=True)
+    assert ("but 0" in report.statement) == bias
+    assert report.coverage == 1.0
+    assert report.norm_ratio == pytest.approx(1.0, abs=1e-5)
+    assert any("a hidden state of zeros" in note and "layer 0" in note for note in report.notes)
+    assert report.ok or bias  # a biased FFN of 0 is not 0, so that the models' logits differ
 
 
 def test_top_k_of_one_with_complementary_shards_is_half_covered(models, tmp_path):

@@ -35,7 +35,7 @@ def command(
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
-    """Say what an upcycled checkpoint preserves of its source: the statement that applies and its measured error.
+    """Say what an upcycled or expanded checkpoint preserves: the statement that applies and its measured error.
 
     Exit status 1 if the statement does not hold.
     """

@@ -66,8 +66,10 @@ def _routed(spec: LayerSpec, identical: bool) -> Statement:
             f"of one member; rho is at least 1, and 1 only for a flat router{whose}",
         )
     if spec.router_init == "latin_square" and spec.shards > 1:
+        # Where all logits are equal every group takes its first expert; without biases FFN(0) = 0 all the same.
+        ties = " but 0, where all logits tie" if spec.expert.biases else ""
         return Statement(
-            code="D2", text=f"y = FFN(x) for every x: the latin square gives every token all shards{whose}"
+            code="D2", text=f"y = FFN(x) for every x{ties}: the latin square gives every token all shards{whose}"
         )
     return Statement(code="N1", text=f"y = FFN(x) for every x and every router that keeps whole groups together{whose}")
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
+from moesaic.checkpoint.scan import has_nonfinite
 from moesaic.checkpoint.writer import CheckpointWriter
 from moesaic.errors import MoesaicError
 from moesaic.families.dense import RowRange
@@ -31,11 +32,20 @@ class Target:
     stop: threading.Event = field(default_factory=threading.Event)
 
     def put(self, name: str, start: int, values: Tensor) -> None:
-        """Write contiguous values from element `start` of output tensor `name` on, in the tensor's dtype."""
+        """Write contiguous values from element `start` of output tensor `name` on, in the tensor's dtype.
+
+        Sources are finite when a conversion starts, but scaling and narrowing can leave a dtype's range.
+        """
         if self.stop.is_set():
             raise StoppedError
         converted = self.convert(values, name)
-        self.writer.write(name, converted, start)
+        bytes_N = converted.view(-1).view(torch.uint8).numpy().data
+        if not self.allow_nonfinite and has_nonfinite(bytes_N, self.dtypes[name]):
+            raise MoesaicError(
+                f"{name}: a value is outside the range of {str(converted.dtype).removeprefix('torch.')}; "
+                "use --dtype bfloat16 or float32, another --scale, or --allow-nonfinite"
+            )
+        self.writer.write(name, bytes_N, start)
         self.tick(converted.nbytes)
 
     def copy_rows(self, rows: RowRange, name: str, start: int, factor: float = 1.0) -> None:
@@ -57,10 +67,4 @@ class Target:
         if factor != 1.0:
             wide = torch.promote_types(values.dtype, dtype)
             values = values.mul_(factor) if wide == values.dtype else values.to(wide).mul_(factor)
-        converted = values.to(dtype)
-        # Only fp16's range (65504) is narrower than what trained weights may hold.
-        if dtype == torch.float16 and not self.allow_nonfinite and not torch.isfinite(converted).all():
-            raise MoesaicError(
-                f"{name}: a value is outside the range of float16; use --dtype bfloat16, or --allow-nonfinite"
-            )
-        return converted
+        return values.to(dtype)

@@ -13,6 +13,7 @@ from transformers.activations import ACT2FN
 from moesaic.families.dense import DenseModel
 from moesaic.upcycling.experts import ExpertWeights
 from moesaic.upcycling.method import Shard
+from moesaic.upcycling.scale import Factors
 from moesaic.upcycling.sources import DiskSources
 from moesaic.verifying.measure import Identity, LayerView
 
@@ -41,16 +42,16 @@ def scaled_dense(*, shards: int, share: float) -> Identity:
 
 
 def from_specialists(
-    models: Sequence[DenseModel] | None, *, shards: int, share: float, unweighted: bool
+    models: Sequence[DenseModel] | None, *, shards: int, share: float, factors: Factors | None
 ) -> Identity | None:
     """Return D1 and D3: the routed part is a sum of the selected specialists' shards, read from their own files.
 
     Args:
         models: the base, then the specialists; None where they are not there any more.
         shards: M.
-        share: part of the output that the routed experts have.
-        unweighted: D3 with K = M, where every shard counts 1 whatever the router's weights are; otherwise each counts
-            M times its weight.
+        share: part of the output that the routed experts have where `factors` is None.
+        factors: what the shards were scaled by; each then counts its weight. None for D3 with K = M, where every shard
+            as it was counts `share`, whatever the router's weights are.
     """
     if models is None:
         return None
@@ -64,9 +65,12 @@ def from_specialists(
         for expert in view.ids_TK.unique().tolist():
             token, slot = (view.ids_TK == expert).nonzero(as_tuple=True)
             shard = sources.shard(Shard(1 + expert // shards, expert % shards))
-            part_TD = _ffn(shard, view.hidden_TD[token], activation)
-            weight_T1 = 1.0 if unweighted else shards * view.weights_TK[token, slot, None]
-            result_TD.index_add_(0, token, share * weight_T1 * part_TD)
+            if factors is None:
+                part_TD = share * _ffn(shard, view.hidden_TD[token], activation)
+            else:
+                scaled = shard.scale(gate_up=factors.gate_up, down=factors.down)
+                part_TD = view.weights_TK[token, slot, None] * _ffn(scaled, view.hidden_TD[token], activation)
+            result_TD.index_add_(0, token, part_TD)
         return result_TD
 
     return expected

@@ -96,16 +96,19 @@ def compare_logits(
 
 @torch.no_grad()
 def view_layer(block: Any, layer: int, dense: DenseRun) -> LayerView:
-    """Send the dense model's hidden states of one layer through the MoE block that replaced its FFN."""
+    """Send the dense model's hidden states of one layer, zeros left out, through the MoE block in its FFN's place."""
     weight = block.gate.weight
-    hidden_TD = dense.hidden_TD[layer].to(weight.device, weight.dtype)
+    states_TD = dense.hidden_TD[layer]
+    kept_T = states_TD.any(-1)  # zeros tie all router logits, and relative errors of FFN(0) = 0 say nothing
+    states_TD, ffn_TD = states_TD[kept_T], dense.ffn_TD[layer][kept_T]
+    hidden_TD = states_TD.to(weight.device, weight.dtype)
     logits_TE, weights_TK, ids_TK = block.gate(hidden_TD)
     output_TD = block(hidden_TD[None])
     routed_TD = output_TD if block.shared_expert is None else block.experts(hidden_TD, ids_TK, weights_TK)
     return LayerView(
         layer=layer,
-        hidden_TD=dense.hidden_TD[layer],
-        ffn_TD=dense.ffn_TD[layer],
+        hidden_TD=states_TD,
+        ffn_TD=ffn_TD,
         logits_TE=_rows(logits_TE),
         weights_TK=_rows(weights_TK),
         ids_TK=ids_TK.cpu(),

@@ -16,8 +16,10 @@ from moesaic.loading import load, load_tokenizer
 from moesaic.progress import notice, progress
 from moesaic.verifying.checks import checks_for
 from moesaic.verifying.claim import Claim, read_claim
+from moesaic.verifying.expanded import ExpandedReport, is_expanded, verify_expanded
 from moesaic.verifying.identities import from_specialists, rho, scaled_dense
 from moesaic.verifying.measure import (
+    DenseRun,
     Identity,
     compare_logits,
     decoder_layers,
@@ -38,12 +40,12 @@ def verify(
     batch_size: int = 1,
     dtype: str | None = None,
     quiet: bool = False,
-) -> VerifyReport:
-    """Say which statement about an upcycled checkpoint applies, and measure it on up to 1,000 tokens.
+) -> VerifyReport | ExpandedReport:
+    """Say which statement about an upcycled or expanded checkpoint applies, and measure it on up to 1,000 tokens.
 
     Args:
-        source: the dense base that the target was made from: folder, or hub id `org/name[@revision]`.
-        target: the checkpoint that `upcycle` wrote.
+        source: the checkpoint that the target was made from: folder, or hub id `org/name[@revision]`.
+        target: the checkpoint that `upcycle` or `expand` wrote.
         text: UTF-8 file to measure on. Default: docstrings of Python's own library. Without a tokenizer: random tokens.
         device: `cpu`, `cuda`, ... Default: cuda if there is one, else cpu.
         batch_size: sequences of 250 tokens that run at once.
@@ -51,11 +53,26 @@ def verify(
         quiet: no progress and no notices.
 
     Returns:
-        The statement, the figures per layer and for the whole model, and whether the statement holds.
+        The statement, the figures for the whole model and (after `upcycle`) per layer, and whether the statement holds.
 
     Raises:
-        MoesaicError: the target was not made by `upcycle`, or not from this source; a text that cannot be read.
+        MoesaicError: the target was made by neither, or not from this source; a text that cannot be read.
     """
+    check = verify_expanded if is_expanded(target) else verify_upcycled
+    return check(source, target, text=text, device=device, batch_size=batch_size, dtype=dtype, quiet=quiet)
+
+
+def verify_upcycled(
+    source: str | Path,
+    target: str | Path,
+    *,
+    text: str | Path | None = None,
+    device: str | None = None,
+    batch_size: int = 1,
+    dtype: str | None = None,
+    quiet: bool = False,
+) -> VerifyReport:
+    """`verify` for what `upcycle` made; `source` is the dense base."""
     if batch_size < 1:
         raise MoesaicError(f"--batch-size {batch_size}: must be at least 1")
     base, moe = detect(open_checkpoint(source)), open_checkpoint(target)
@@ -95,7 +112,7 @@ def verify(
         max_logit_difference=difference,
         perplexity_source=dense_perplexity,
         perplexity_target=moe_perplexity,
-        notes=(*notes, *more),
+        notes=(*notes, *more, *_zero_states(dense)),
     )
 
 
@@ -124,6 +141,17 @@ def _notes(claim: Claim, base: DenseModel, quiet: bool) -> list[str]:
     )
     notice(message, quiet=quiet)
     return [message]
+
+
+def _zero_states(dense: DenseRun) -> list[str]:
+    """Say where tokens have a hidden state of zeros, as a padding token's may be."""
+    zeros = {layer: int((~states_TD.any(-1)).sum()) for layer, states_TD in dense.hidden_TD.items()}
+    return [
+        f"{count} token{'s' if count > 1 else ''} with a hidden state of zeros (all router logits tie) left out of the "
+        f"figures of layer {layer}"
+        for layer, count in zeros.items()
+        if count
+    ]
 
 
 def _specialists(claim: Claim, base: DenseModel) -> tuple[list[DenseModel] | None, list[str]]:
@@ -156,9 +184,12 @@ def _identity(claim: Claim, specialists: Sequence[DenseModel] | None) -> tuple[I
         return None, None
     makers: dict[str, Callable[[], Identity | None]] = {
         "N2": lambda: scaled_dense(shards=spec.shards, share=share),
-        "D1": lambda: from_specialists(specialists, shards=spec.shards, share=share, unweighted=False),
+        "D1": lambda: from_specialists(specialists, shards=spec.shards, share=share, factors=spec.factors),
         "D3": lambda: from_specialists(
-            specialists, shards=spec.shards, share=share, unweighted=spec.top_k == spec.shards
+            specialists,
+            shards=spec.shards,
+            share=share,
+            factors=None if spec.top_k == spec.shards else spec.factors,
         ),
     }
     make = makers.get(claim.code)
