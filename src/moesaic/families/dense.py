@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moesaic.errors import MoesaicError
+from moesaic.families.config_values import check_depth
 from moesaic.families.dense_shapes import (
     EMBEDDINGS,
     HEAD,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 _RECOMPUTED = re.compile(r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|\.masked_bias)$")
+_FLOATS = ("F64", "F32", "BF16", "F16")
 _BLOCK_BYTES = 4 << 20
 
 
@@ -104,11 +106,16 @@ def detect(checkpoint: Checkpoint) -> DenseModel:
         MoesaicError: not a dense decoder with a gated FFN of a known family; a tensor is missing, unknown or has
             another shape than the config says.
     """
-    family, config = text_config(checkpoint.config, f"{checkpoint.name}: config.json")
+    config_name = f"{checkpoint.name}: config.json"
+    family, config = text_config(checkpoint.config, config_name)
+    check_depth(config, checkpoint.tensors, config_name)
     wrapped = isinstance(checkpoint.config.get("text_config"), Mapping)
     prefix, head = _locate(checkpoint, wrapped)
     found, left_out, dropped = _canonical(checkpoint.tensors, prefix, head, wrapped)
-    config = _settle_vocab_and_tie(checkpoint, family, config, found, dropped)
+    said_tied = is_tied(family, config)
+    if "vocab_size" not in (checkpoint.config["text_config"] if wrapped else checkpoint.config):
+        config = {**config, "vocab_size": found[EMBEDDINGS].shape[0]}
+    config = _settle_tie(checkpoint, family, config, found, dropped)
     others, ffn_names = other_shapes(family, config), ffn_shapes(family, config)
     num_layers = int(config["num_hidden_layers"])
     expected = others | {f"model.layers.{i}.{n}": s for i in range(num_layers) for n, s in ffn_names.items()}
@@ -131,7 +138,7 @@ def detect(checkpoint: Checkpoint) -> DenseModel:
         dtype=ffns[0].down.info.dtype,
         left_out=tuple(left_out),
         dropped=tuple(dropped),
-        notices=_notices(checkpoint, left_out, dropped),
+        notices=_notices(checkpoint, left_out, dropped, untied=said_tied and not config["tie_word_embeddings"]),
     )
 
 
@@ -168,20 +175,18 @@ def _canonical(
     return found, left_out, dropped
 
 
-def _settle_vocab_and_tie(
+def _settle_tie(
     checkpoint: Checkpoint,
     family: DenseFamily,
     config: dict[str, Any],
     found: dict[str, TensorInfo],
     dropped: list[str],
 ) -> dict[str, Any]:
-    """Return the config with the stored vocabulary where it names none, and with the tie flag that is in effect.
+    """Return the config with the tie flag that is in effect.
 
     A stored head next to a tied config counts only where it differs from the embedding: transformers then leaves the
     two untied as well.
     """
-    if "vocab_size" not in checkpoint.config and "vocab_size" not in (checkpoint.config.get("text_config") or {}):
-        config = {**config, "vocab_size": found[EMBEDDINGS].shape[0]}
     tied = is_tied(family, config)
     if tied and HEAD in found:
         if _same_bytes(found[HEAD], found[EMBEDDINGS]):
@@ -227,6 +232,11 @@ def _check(checkpoint: Checkpoint, found: Mapping[str, TensorInfo], expected: Ma
                 f"{checkpoint.name}: {found[name].name} has shape {list(found[name].shape)}, but config.json asks for "
                 f"{list(shape)}: the two do not belong together"
             )
+        if found[name].dtype not in _FLOATS:
+            raise MoesaicError(
+                f"{checkpoint.name}: {found[name].name} is {found[name].dtype}, and weights must be one of "
+                f"{', '.join(_FLOATS)}: save the model with transformers in bf16"
+            )
 
 
 def _names(what: str, names: list[str], shown: int = 3) -> str:
@@ -264,8 +274,13 @@ def _whole(found: Mapping[str, TensorInfo], name: str) -> RowRange | None:
     return None if info is None else RowRange(info=info, start=0, stop=info.shape[0])
 
 
-def _notices(checkpoint: Checkpoint, left_out: list[str], dropped: list[str]) -> tuple[str, ...]:
+def _notices(checkpoint: Checkpoint, left_out: list[str], dropped: list[str], *, untied: bool) -> tuple[str, ...]:
     notices = []
+    if untied:
+        notices.append(
+            f"{checkpoint.name}: config.json ties the output head to the embedding, but the file has a head that "
+            "differs from it: the two are taken as untied, as transformers does"
+        )
     if left_out:
         parts = sorted({".".join(name.split(".")[:2]) for name in left_out})
         notices.append(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moesaic.errors import MoesaicError
+from moesaic.families.config_values import check_activation, check_rope, check_values
 from moesaic.families.dense_table import FAMILIES, WRAPPER_TEXT_TYPES, DenseFamily
 from moesaic.families.refusals import refuse_config
 
@@ -15,7 +16,8 @@ def text_config(config: Mapping[str, Any], name: str = "config.json") -> tuple[D
     """Return the family and the text model's config of a (possibly multimodal) config, defaults filled in.
 
     Raises:
-        MoesaicError: the model type cannot be a base; the message says why and which can.
+        MoesaicError: the model type cannot be a base (the message says why and which can), or a value is of the wrong
+            kind.
     """
     inner = config.get("text_config")
     if isinstance(inner, Mapping):
@@ -32,6 +34,10 @@ def text_config(config: Mapping[str, Any], name: str = "config.json") -> tuple[D
     for key, reason in family.notes.items():
         if text.get(key):
             raise MoesaicError(f"{name}: {family.model_type} with {key}={text[key]!r} is not supported: {reason}")
+    flags = [part.key for part in family.optional] + ([family.ffn_bias_key] if family.ffn_bias_key else [])
+    check_values(text, name, flags=flags)
+    check_activation(text, family.activation_key, name)
+    check_rope(text, name, aliases=family.rope_aliases)
     return family, {**family.defaults, **text}
 
 

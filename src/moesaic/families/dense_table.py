@@ -47,6 +47,8 @@ class DenseFamily:
     tied: bool = False
     fixed_head_dim: bool = False
     """True where the class takes head_dim = hidden / heads whatever the config says."""
+    rope_aliases: tuple[str, ...] = ()
+    """Old names of kinds of rope that the class translates."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """Config keys with which the family is refused, and why."""
 
@@ -200,6 +202,7 @@ _ROWS = (
         {"self_attn.qkv_proj.weight": "q+2k d", "self_attn.o_proj.weight": "d q", **_PRE_NORMS},
         _sizes(3072, 8192, 32, 32, None, 32064),
         fused_gate_up="mlp.gate_up_proj",
+        rope_aliases=("su",),
     ),
     _family(
         "glm",

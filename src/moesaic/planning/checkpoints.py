@@ -6,8 +6,10 @@ from typing import Any
 
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.errors import MoesaicError
+from moesaic.families.config_values import DEPTH_KINDS, check_depth, check_values
 from moesaic.families.dense import detect
 from moesaic.families.dense_table import FAMILIES, WRAPPER_TEXT_TYPES
+from moesaic.families.refusals import refuse_config
 from moesaic.planning.costs import flops_per_token, kv_cache_bytes, memory_to_convert
 from moesaic.planning.counting import Shapes, count_shapes, is_embedding, is_head, layer_of
 from moesaic.planning.report import PlanReport
@@ -40,6 +42,7 @@ def plan_checkpoint(checkpoint: Checkpoint, *, context: int) -> PlanReport:
     kind = "MoE checkpoint" if count.moe_layers else "dense checkpoint"
     if not count.moe_layers and model_type not in FAMILIES:
         notes.append(f"{model_type} is not in the table of dense families: counted by tensor names, not checked")
+        notes.append(str(refuse_config(checkpoint.config, config, checkpoint.name, sorted(FAMILIES))))
     cache = kv_cache_bytes(shapes, config, context, bytes_per_value(checkpoint))
     return PlanReport(
         subject=checkpoint.name,
@@ -70,7 +73,10 @@ def language_config(checkpoint: Checkpoint) -> dict[str, Any]:
     if text.get("tie_word_embeddings") is None or not has_head:
         text["tie_word_embeddings"] = has_embedding and not has_head
     layers = {layer for name in checkpoint.tensors if (layer := layer_of(name)) is not None}
-    text.setdefault("num_hidden_layers", max(layers, default=-1) + 1)
+    text.setdefault("num_hidden_layers", max(layers, default=0) + 1)
+    name = f"{checkpoint.name}: config.json"
+    check_values(text, name, kinds=DEPTH_KINDS)
+    check_depth(text, checkpoint.tensors, name)
     return text
 
 
@@ -82,7 +88,7 @@ def bytes_per_value(checkpoint: Checkpoint) -> int:
 
 def _check_ours(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
     """Refuse a moesaic checkpoint whose tensors are not those of its config."""
-    expected = config_shapes(config)
+    expected = config_shapes(config, f"{checkpoint.name}: config.json")
     for name, shape in expected.items():
         info = checkpoint.tensors.get(name)
         if info is None:

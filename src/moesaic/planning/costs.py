@@ -134,6 +134,7 @@ def _windows(config: Mapping[str, Any]) -> Iterator[int | None]:
         elif types:
             yield window if types[layer] == "sliding_attention" else None
         elif pattern:
-            yield window if (layer + 1) % int(pattern) else None
+            period = len(pattern) if isinstance(pattern, str) else int(pattern)  # "LLLG": every fourth layer is global
+            yield window if (layer + 1) % period else None
         else:
             yield window

@@ -175,7 +175,8 @@ def _experts_in(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) ->
     if match:
         return int(match["expert"]) + 1
     # Fused: experts come first. DBRX flattens (E * I, D), where only the config knows E.
-    return int((config.get("ffn_config") or {}).get("moe_num_experts") or shape[0])
+    nested = (config.get("ffn_config") or {}).get("moe_num_experts")
+    return nested if isinstance(nested, int) and nested > 0 else shape[0]
 
 
 def _top_k(config: Mapping[str, Any]) -> int:

@@ -3,23 +3,30 @@
 from collections.abc import Mapping
 from typing import Any
 
+from moesaic.families.config_values import check_values, require
 from moesaic.families.dense_shapes import ffn_shapes, has_ffn_bias, other_shapes, text_config
 
 MOE_PREFIX = "moesaic_"
 
 
-def config_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every tensor of a dense family, or of `moesaic_<family>`.
+_MOE_KEYS = ("moe_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+
+def config_shapes(config: Mapping[str, Any], name: str = "config.json") -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of every tensor of a dense family, or of `moesaic_<family>`; `name` is for messages.
 
     Raises:
-        MoesaicError: the family is not in the table of dense families.
+        MoesaicError: the family is not in the table of dense families, or a value is missing or of the wrong kind.
     """
     model_type = str(config.get("model_type"))
+    if model_type.startswith(MOE_PREFIX):
+        require(config, _MOE_KEYS, name)
+        check_values(config, name)
     moe_layers = set(config["moe_layers"]) if model_type.startswith(MOE_PREFIX) else set()
     base = {**config, "model_type": model_type.removeprefix(MOE_PREFIX)}
     if moe_layers:
         base.pop("num_experts", None)
-    family, text = text_config(base)
+    family, text = text_config(base, name)
     shapes = other_shapes(family, text)
     dense, moe = ffn_shapes(family, text), {}
     if moe_layers:

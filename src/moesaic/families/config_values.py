@@ -1,0 +1,195 @@
+"""The values of a config.json, checked once where a config comes in, so that everything after may rely on them.
+
+A config is written by others: a number may be text, null, NaN or a list. One table says what each key may hold; the
+names that transformers knows (activations, kinds of rope) are literal here, because importing it takes seconds.
+`tests/unit/families/test_config_values.py` compares them with transformers' own. No torch.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sized
+from typing import Any, NamedTuple
+
+from moesaic.errors import MoesaicError
+from moesaic.suggestions import suggest
+
+ACTIVATIONS = frozenset(
+    {
+        "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh",
+        "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "quick_gelu", "relu", "relu2",
+        "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh",
+    }
+)  # fmt: skip
+"""The activations of transformers that have no weights of their own."""
+
+ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "proportional": (),
+}
+"""Kind of rope -> the keys that it cannot do without and transformers does not fill in."""
+
+_ROPE_KEYS = ("rope_parameters", "rope_scaling")
+
+
+class _Kind(NamedTuple):
+    text: str
+    accepts: Callable[[Any], bool]
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _list_of(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(accepts, value))
+
+
+def _or_null(kind: _Kind) -> _Kind:
+    return _Kind(f"{kind.text}, or null", lambda value: value is None or kind.accepts(value))
+
+
+_SIZE = _Kind("a whole number of at least 1", lambda value: _is_int(value) and value >= 1)
+_COUNT = _Kind("a whole number of at least 0", lambda value: _is_int(value) and value >= 0)
+_NUMBER = _Kind("a finite number of at least 0", lambda value: _is_number(value) and value >= 0)
+_NUMBERS = _Kind("a list of finite numbers", _list_of(_is_number))
+_THETA = _or_null(_NUMBER)
+_FLAG = _or_null(_Kind("true or false", lambda value: isinstance(value, bool)))
+_NAMES = _or_null(_Kind("a list of names", _list_of(lambda item: isinstance(item, str))))
+_COUNTS = _Kind("a list of whole numbers", _list_of(_COUNT.accepts))
+_TOKENS = _or_null(
+    _Kind("a token id or a list of token ids", lambda value: _is_int(value) or _list_of(_is_int)(value))
+)
+
+DEPTH_KINDS: Mapping[str, _Kind] = {
+    "num_hidden_layers": _SIZE,
+    "layer_types": _NAMES,
+    "sliding_window": _or_null(_Kind("a whole number", _is_int)),
+    "sliding_window_pattern": _or_null(
+        _Kind("a whole number or a pattern such as LLLG", lambda value: _SIZE.accepts(value) or isinstance(value, str))
+    ),
+    "ffn_config": _or_null(_Kind("keys and values", lambda value: isinstance(value, Mapping))),
+}
+"""What any model's layers are counted by, whatever its family."""
+
+_KINDS: Mapping[str, _Kind] = {
+    **DEPTH_KINDS,
+    "hidden_size": _SIZE,
+    "intermediate_size": _SIZE,
+    "num_attention_heads": _SIZE,
+    "num_key_value_heads": _or_null(_SIZE),
+    "head_dim": _or_null(_SIZE),
+    "vocab_size": _SIZE,
+    "max_position_embeddings": _SIZE,
+    "initializer_range": _or_null(_NUMBER),
+    "rms_norm_eps": _NUMBER,
+    "rope_theta": _THETA,
+    "tie_word_embeddings": _FLAG,
+    "bos_token_id": _TOKENS,
+    "eos_token_id": _TOKENS,
+    "pad_token_id": _TOKENS,
+    # of our own architecture
+    "num_experts": _or_null(_COUNT),
+    "num_experts_per_tok": _or_null(_COUNT),
+    "moe_intermediate_size": _or_null(_SIZE),
+    "num_shared_experts": _or_null(_COUNT),
+    "moe_layers": _COUNTS,
+}
+
+
+def check_values(
+    config: Mapping[str, Any], name: str, *, kinds: Mapping[str, _Kind] = _KINDS, flags: Iterable[str] = ()
+) -> None:
+    """Refuse a value that is of another kind than its key says; keys that are not there are fine.
+
+    Args:
+        config: the (text) config.
+        name: how messages call the file.
+        kinds: what keys may hold; `DEPTH_KINDS` for families that are in no table.
+        flags: further keys that are true or false.
+
+    Raises:
+        MoesaicError: names file, key, value and what it may be.
+    """
+    for key, kind in {**kinds, **dict.fromkeys(flags, _FLAG)}.items():
+        if key in config and not kind.accepts(config[key]):
+            raise MoesaicError(f"{name}: {key} is {show(config[key])}, but must be {kind.text}")
+    types, depth = config.get("layer_types"), config.get("num_hidden_layers")
+    if types is not None and depth is not None and len(types) != depth:
+        raise MoesaicError(f"{name}: layer_types has {len(types)} entries, but num_hidden_layers is {depth}")
+
+
+def require(config: Mapping[str, Any], keys: Iterable[str], name: str) -> None:
+    """Refuse a config that lacks one of the keys."""
+    for key in keys:
+        if config.get(key) is None:
+            raise MoesaicError(f"{name}: has no {key}; the config is incomplete")
+
+
+def check_depth(config: Mapping[str, Any], tensors: Sized, name: str) -> None:
+    """Refuse more layers than tensors, before anything is counted layer by layer."""
+    depth = config["num_hidden_layers"]
+    if depth > len(tensors):
+        raise MoesaicError(
+            f"{name}: num_hidden_layers is {depth}, but the checkpoint has only {len(tensors)} tensors: the two do not "
+            "belong together"
+        )
+
+
+def check_activation(config: Mapping[str, Any], key: str, name: str) -> None:
+    """Refuse an activation that transformers does not know."""
+    if key in config and not (isinstance(config[key], str) and config[key] in ACTIVATIONS):
+        hint = suggest(str(config[key]), sorted(ACTIVATIONS))
+        raise MoesaicError(f"{name}: {key} is {show(config[key])}, which is no activation of transformers; {hint}")
+
+
+def check_rope(config: Mapping[str, Any], name: str, *, aliases: Iterable[str] = ()) -> None:
+    """Refuse rotary position settings that transformers cannot compute.
+
+    Args:
+        config: the (text) config, in the spelling of transformers 4 (`rope_scaling`) or 5 (`rope_parameters`).
+        name: how messages call the file.
+        aliases: old names of kinds of rope that this family's class understands.
+    """
+    for key in _ROPE_KEYS:
+        value = config.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, Mapping):
+            raise MoesaicError(f"{name}: {key} is {show(value)}, but must be keys and values, or null")
+        # One set of values, or one per type of layer.
+        nested = {f"{key}.{part}": inner for part, inner in value.items() if isinstance(inner, Mapping)}
+        for place, values in (nested or {key: value}).items():
+            _check_rope_values(values, f"{name}: {place}", aliases)
+
+
+def _check_rope_values(values: Mapping[str, Any], place: str, aliases: Iterable[str]) -> None:
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind in aliases:
+        return
+    if not isinstance(kind, str) or kind not in ROPE_NEEDS:
+        hint = suggest(str(kind), ROPE_NEEDS)
+        raise MoesaicError(f"{place}.rope_type is {show(kind)}, which transformers does not know; {hint}")
+    for key in ROPE_NEEDS[kind]:
+        if key not in values:
+            raise MoesaicError(f"{place} has rope_type {kind} but no {key}")
+    for key in ROPE_NEEDS[kind]:
+        expected = _NUMBERS if key.startswith(("short", "long")) else _NUMBER
+        if not expected.accepts(values[key]):
+            raise MoesaicError(f"{place}.{key} is {show(values[key])}, but must be {expected.text}")
+    if not _THETA.accepts(values.get("rope_theta")):
+        raise MoesaicError(f"{place}.rope_theta is {show(values['rope_theta'])}, but must be {_THETA.text}")
+
+
+def show(value: Any) -> str:
+    """A value as JSON has it, short."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
