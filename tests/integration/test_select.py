@@ -296,3 +296,14 @@ def test_a_subset_is_trained_and_comes_back(tmp_path, moe):
             assert torch.equal(after[name][list(ids)], tuned[name])
             assert torch.equal(after[name][rest], before[name][rest])
             assert not torch.equal(after[name][list(ids)], before[name][list(ids)])
+
+
+def test_a_lowered_top_k_goes_with_the_selection(tmp_path, moe):
+    options = {"keep": 1, "data": tmp_path / "math.jsonl", "examples": 3, "layerwise": True}
+    selection = select(moe, tmp_path / "s.json", top_k=1, **options)
+    assert extract(moe, tmp_path / "s.json", tmp_path / "cut").top_k == 1
+    assert load(tmp_path / "cut").config.num_experts_per_tok == 1
+    masked = moesaic.generate(moe, "abc", selection=tmp_path / "s.json", max_new_tokens=4)
+    assert masked == moesaic.generate(tmp_path / "cut", "abc", max_new_tokens=4)
+    with pytest.raises(MoesaicError, match=r"details\.top_k must be from 1 to 2, got 5"):
+        type(selection)(**{**vars(selection), "details": {"top_k": 5}})

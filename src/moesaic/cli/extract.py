@@ -22,7 +22,7 @@ def command(
     /,
     *,
     top_k: Annotated[
-        int | None, Parameter(help="Experts that each token uses; lower it to keep fewer [default: as the model].")
+        int | None, Parameter(help="Experts that each token uses [default: as the selection says, else as the model].")
     ] = None,
     allow_nonfinite: Annotated[bool, Parameter(help="Accept NaN and infinity in the weights.")] = False,
     overwrite: Overwrite = False,

@@ -30,6 +30,7 @@ def capture(
     domain: str,
     batch_size: int,
     layerwise: Choose | None = None,
+    top_k: int | None = None,
     quiet: bool = True,
 ) -> ExpertStatistics:
     """Run all sequences through the model, layer by layer from disk, and add up what every expert did.
@@ -42,10 +43,11 @@ def capture(
         domain: recorded in the result.
         batch_size: sequences that go through a layer at once; it does not change the result beyond rounding.
         layerwise: choose the experts of a layer, so that the layers after it see what is left of it.
+        top_k: active experts of a layer that is cut; default: the model's.
         quiet: print no progress.
     """
     batches = list(make_batches(sequences, size=batch_size, padding_id=0))
-    run = _Run(model=model, source=source, batches=batches, domain=domain, layerwise=layerwise)
+    run = _Run(model=model, source=source, batches=batches, domain=domain, layerwise=layerwise, top_k=top_k)
     total = sum(len(ids) for ids in sequences) * checkpoint.config["num_hidden_layers"]
     with progress(total, unit="tokens", label="scoring", quiet=quiet) as tick:
 
@@ -66,12 +68,14 @@ class _Run:
         batches: Sequence[Batch],
         domain: str,
         layerwise: Choose | None,
+        top_k: int | None,
     ) -> None:
         self._scoring: Scoring = cast(Scoring, model.family.scoring)
         self._source = source
         self._batches = batches
         self._domain = domain
         self._choose = layerwise
+        self._top_k = source.top_k if top_k is None else top_k
         self.sums: list[LayerSums] = []
 
     def step(self, layer: LoadedLayer) -> None:
@@ -94,9 +98,8 @@ class _Run:
         """Advance all batches through the layer with only some experts."""
         block = find_block(layer.module)
         assert block is not None
-        top_k = min(self._source.top_k, len(kept))
         with replaced_forward(
-            block.router, lambda hidden_states: forward_cut(block.router, hidden_states, kept, top_k)
+            block.router, lambda hidden_states: forward_cut(block.router, hidden_states, kept, self._top_k)
         ):
             _advance(layer, self._batches)
 

@@ -153,7 +153,13 @@ def union_selections(first: Selection, second: Selection) -> Selection:
         scores=tuple(tuple(row) for row in scores_LE.tolist()),
         routing_mass_kept=None,
         details={
+            "top_k": _larger(first.top_k, second.top_k),
             "methods": [first.method, second.method],
             "filled_up": [len(row) - len(ids) for row, ids in zip(kept, union, strict=True)],
         },
     )
+
+
+def _larger(first: int | None, second: int | None) -> int | None:
+    """The larger number of active experts; None is the model's own, which is the largest."""
+    return None if first is None or second is None else max(first, second)

@@ -34,7 +34,7 @@ class ExtractRecipe:
     selection: str
     """The file that says which experts to keep."""
     top_k: int | None = None
-    """Active experts of the result; None keeps the model's."""
+    """Active experts of the result; None takes the selection's, else the model's."""
     allow_nonfinite: bool = False
     """Accept NaN and infinity in the weights."""
 
@@ -87,7 +87,7 @@ def extract(
         checkpoint: the full model: folder, or hub id `org/name[@revision]`.
         selection: a file of `select`, or a `Selection`.
         out: folder to write.
-        top_k: lower the number of active experts to this.
+        top_k: lower the number of active experts to this. Default: what the selection was made for, else the model's.
         allow_nonfinite: accept NaN and infinity in the weights.
         overwrite: replace `out` if it exists.
         dry_run: check everything, write nothing.
@@ -124,7 +124,8 @@ def plan_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -
     identity = describe(source, model)
     refuse_other_model(selection.source, identity, recipe.selection)
     keep = refuse_uneven(selection, recipe.selection)
-    active = check_counts(identity, source.config, selection.kept, top_k=recipe.top_k, where=recipe.selection)
+    top_k = selection.top_k if recipe.top_k is None else recipe.top_k
+    active = check_counts(identity, source.config, selection.kept, top_k=top_k, where=recipe.selection)
     routing = (read_provenance(source.path) or {}).get("routing")
     known = original_experts(source, identity.num_experts, len(identity.layers))
     lineage = extend(identity, selection.kept, find_lineage(source))

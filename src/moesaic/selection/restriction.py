@@ -62,7 +62,7 @@ def restrict(model: nn.Module, selection: Selection | None, *, top_k: int | None
     Args:
         model: a model of transformers or our own, not sharded.
         selection: the experts to keep, of this model (its layers and number of experts are checked).
-        top_k: lower the number of active experts to this.
+        top_k: lower the number of active experts to this. Default: what the selection was made for, else the model's.
 
     Returns:
         A `Restriction`: `with restrict(model, selection): ...` ends it, and so does `undo()`.
@@ -77,8 +77,9 @@ def restrict(model: nn.Module, selection: Selection | None, *, top_k: int | None
         return Restriction(model, before)
     _check(model, blocks, selection)
     config: Any = model.config
-    source = selection.source
-    active = check_counts(source, config.get_text_config().to_dict(), selection.kept, top_k=top_k, where="selection")
+    top_k = selection.top_k if top_k is None else top_k
+    values = config.get_text_config().to_dict()
+    active = check_counts(selection.source, values, selection.kept, top_k=top_k, where="selection")
     _set(blocks, _State(selection.kept, active))
     return Restriction(model, before)
 

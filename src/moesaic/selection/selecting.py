@@ -217,6 +217,7 @@ def _measure(
         domain=request.domain or domain_of(calibration.path),
         batch_size=request.batch_size,
         layerwise=kept if request.layerwise else None,
+        top_k=request.top_k,
         quiet=quiet,
     )
 

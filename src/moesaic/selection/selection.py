@@ -32,7 +32,7 @@ class Selection:
     routing_mass_kept: tuple[float, ...] | None
     """Share of the router's probability that goes to the kept experts, per layer; None where it was not measured."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """What the method was given (data, seed, tokens, ...), for people."""
+    """What the method was given (data, seed, tokens, ...), for people; `top_k` is used (see the property)."""
 
     def __post_init__(self) -> None:
         if problem := _problem(self):
@@ -42,6 +42,11 @@ class Selection:
     def counts(self) -> tuple[int, ...]:
         """Number of kept experts per layer."""
         return tuple(len(ids) for ids in self.kept)
+
+    @property
+    def top_k(self) -> int | None:
+        """Active experts that the selection was made for, where they are fewer than the model's."""
+        return self.details.get("top_k")
 
     def to_json(self) -> dict[str, Any]:
         """The document that `save_selection` writes."""
@@ -132,7 +137,13 @@ def _problem(selection: Selection) -> str | None:
             return f"layer {layer} has a score that is not a finite number"
     if mass is not None and not all(0.0 <= share <= 1.0 + 1e-9 for share in mass):
         return "routing_mass_kept has a share outside 0 to 1"
-    return None
+    return _bad_top_k(selection.top_k, source.top_k)
+
+
+def _bad_top_k(top_k: Any, most: int) -> str | None:
+    if top_k is None or (type(top_k) is int and 1 <= top_k <= most):
+        return None
+    return f"details.top_k must be from 1 to {most}, got {top_k!r}"
 
 
 def _bad_ids(ids: Sequence[Any], num_experts: int) -> str | None:
