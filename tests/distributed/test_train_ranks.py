@@ -14,6 +14,7 @@ from moesaic.training.optimizer import MOMENTS
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.result import gather
 from moesaic.training.state import list_states, load_state
+from moesaic.training.tensors import optimizer_tensors_of, weights_of
 from tests.distributed.ranks import run_ranks
 from tests.tiny_training import tiny_recipe
 
@@ -64,7 +65,7 @@ def train_and_dump(values: dict[str, Any], out: Path, dump: Path) -> None:
     finish = run_module._finish
 
     def dumping(run, quiet):
-        tensors = run_module._weights(run.trainable) | run_module._optimizer_tensors(run.trainable)
+        tensors = weights_of(run.trainable) | optimizer_tensors_of(run.trainable)
         whole = gather(tensors, torch.float32, keep=True)
         if run.world.is_main:
             save_file({name: tensor.clone() for name, tensor in whole.items()}, dump)

@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from moesaic.checkpoint.pio import explained
@@ -23,7 +22,7 @@ from moesaic.recipe import dump_recipe, recipe_values
 from moesaic.training.folder import RECIPE_FILE, clear_folder, locked_folder, refuse_changes, refuse_overlap
 from moesaic.training.metrics import MetricsLog
 from moesaic.training.model import build_model
-from moesaic.training.optimizer import MOMENTS, build_optimizer
+from moesaic.training.optimizer import build_optimizer
 from moesaic.training.parallel import World, joined_world
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.report import Console, Throughput, step_line, validation_line
@@ -33,13 +32,13 @@ from moesaic.training.signals import TERMINATED, termination_flag
 from moesaic.training.state import (
     RunState,
     list_states,
-    load_state,
     prune_states,
     read_run,
     remove_unfinished,
     save_state,
 )
 from moesaic.training.step import StepResult, Trainable, run_step
+from moesaic.training.tensors import optimizer_tensors_of, restore, weights_of
 from moesaic.training.tokenizer import load_run_tokenizer, refuse_larger_vocabulary
 from moesaic.training.validate import DomainLoss, validate
 from moesaic.training.weights import MasterWeights, describe_trainable, freeze
@@ -150,7 +149,7 @@ def _start(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: bo
     world.barrier()
     first = 0 if saved is None else saved.step
     if state is not None:
-        _restore(trainable, state, first, world)
+        restore(trainable, state, first, world)
         notice(f"resuming after step {first:,} of {steps:,}", quiet=quiet)
     return _Run(
         out=out,
@@ -190,31 +189,6 @@ def _build(recipe: TrainRecipe, out: Path, world: World, tokenizer: PreTrainedTo
         masters=masters,
         optimizer=build_optimizer(masters.trainable, recipe.optimizer),
     )
-
-
-def _weights(trainable: Trainable) -> dict[str, Tensor]:
-    return {**trainable.masters.parameters, **trainable.model.buffers()}
-
-
-def _optimizer_tensors(trainable: Trainable) -> dict[str, Tensor]:
-    """Moments by parameter name, and the selection bias of loss-free balancing."""
-    state = trainable.optimizer.state
-    tensors = {
-        f"{moment}.{name}": state[parameter][moment]
-        for name, parameter in trainable.masters.trainable.items()
-        for moment in MOMENTS
-    }
-    installation = trainable.model.installation
-    if installation is not None and installation.selection_bias is not None:
-        tensors["selection_bias"] = installation.selection_bias
-    return tensors
-
-
-def _restore(trainable: Trainable, state: Path, step: int, world: World) -> None:
-    load_state(state, weights=_weights(trainable), optimizer=_optimizer_tensors(trainable), world=world)
-    for moments in trainable.optimizer.state.values():
-        moments["step"].fill_(step)
-    trainable.masters.publish()
 
 
 def _loop(run: _Run, terminated: threading.Event) -> None:
@@ -305,8 +279,8 @@ def _save(run: _Run) -> None:
     save_state(
         run.states,
         state,
-        weights=_weights(run.trainable),
-        optimizer=_optimizer_tensors(run.trainable),
+        weights=weights_of(run.trainable),
+        optimizer=optimizer_tensors_of(run.trainable),
         config=run.trainable.model.config,
         world=run.world,
     )
@@ -320,7 +294,7 @@ def _finish(run: _Run, quiet: bool) -> None:
     if run.last is None and (read_provenance(run.out) or {}).get("steps") == run.step:
         notice(f"{run.out}: was finished before, after {run.step:,} steps; a larger budget would go on", quiet=quiet)
         return
-    tensors = gather(_weights(run.trainable), DTYPES[run.recipe.precision], keep=run.world.is_main)
+    tensors = gather(weights_of(run.trainable), DTYPES[run.recipe.precision], keep=run.world.is_main)
     if run.world.is_main:
         write_result(
             run.recipe,
