@@ -82,6 +82,8 @@ def _check_tensors(before, after, result):
                 assert torch.equal(new[tensor.name][firsts], old[tensor.name])
                 difference = (new[tensor.name].float() - old[tensor.name][sources].float()).abs()
                 assert difference.max() < 0.02
+                noisy = "selection_bias" if any(t.role == "selection_bias" for t in layer.expert_tensors) else "router"
+                assert bool(difference.any()) == (tensor.role == noisy)
             else:
                 assert torch.equal(new[tensor.name], old[tensor.name][sources])
     kept = set(before.tensors) - of_experts
@@ -112,6 +114,14 @@ def test_m_fold_copies_with_groups_by_their_largest_score(tmp_path, family):
     grow(source, tmp_path / "out", experts=16, top_k=4, delta=0)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["n_group"], config["topk_group"]) == (8, 4)
+    assert distance(run(tmp_path / "out")[1], run(source)[1]) < EXACT
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_one_expert_per_token_of_constant_weight_is_exact(tmp_path, family):
+    source = save_tiny_moe(tmp_path / "source", family, num_experts_per_tok=1)
+    result = grow(source, tmp_path / "out", experts=13, delta=0, utility="weight_norm")
+    assert result.statement.code == "E3"
     assert distance(run(tmp_path / "out")[1], run(source)[1]) < EXACT
 
 
