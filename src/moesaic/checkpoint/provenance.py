@@ -133,10 +133,32 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
 
 
 def side_files(checkpoint: Checkpoint, patterns: Sequence[str] = SIDE_FILES) -> list[str]:
-    """Names of the files of a source checkpoint's folder that match the patterns, sorted."""
+    """Names of the files of a source checkpoint's folder that match the patterns, sorted.
+
+    Raises:
+        MoesaicError: a link among them leads nowhere or outside.
+    """
     folder = checkpoint.path
-    found = [path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *folder.glob("*/*")) if path.is_file()]
-    return sorted(name for name in found if any(_matches(name, pattern) for pattern in patterns))
+    paths = [path for path in (*folder.glob("*"), *folder.glob("*/*")) if path.is_symlink() or path.is_file()]
+    found = sorted(path.relative_to(folder).as_posix() for path in paths)
+    names = [name for name in found if any(_matches(name, pattern) for pattern in patterns)]
+    for name in names:
+        if not file_inside(folder, name, told_by=str(folder)).exists():
+            raise MoesaicError(f"{folder / name}: is a link to a file that does not exist; put the file itself there")
+    return names
+
+
+def check_side_files(checkpoint: Checkpoint) -> int:
+    """Refuse files that would be copied broken (JSON that is none); returns the bytes of all of them.
+
+    Raises:
+        MoesaicError: names the file.
+    """
+    paths = [checkpoint.path / name for name in side_files(checkpoint)]
+    for path in paths:
+        if path.suffix == ".json":
+            load_json(path)
+    return sum(path.stat().st_size for path in paths)
 
 
 def copy_side_files(checkpoint: Checkpoint, folder: Path) -> list[str]:

@@ -26,10 +26,10 @@ from moesaic.checkpoint.pieces import slot_tensor as slot_tensor
 from moesaic.checkpoint.pieces import whole as whole
 from moesaic.checkpoint.pio import explained, read_into
 from moesaic.checkpoint.provenance import (
+    check_side_files,
     combine,
     copy_side_files,
     read_provenance,
-    side_files,
     source_record,
     weights_hash,
     write_provenance,
@@ -80,8 +80,7 @@ class Rewrite:
 
 def check_space(plan: Rewrite, out: str | Path) -> None:
     """Refuse (MoesaicError) where the disk of `out` is too small."""
-    base = plan.sources[0][1]
-    side_bytes = sum((base.path / name).stat().st_size for name in side_files(base))
+    side_bytes = check_side_files(plan.sources[0][1])
     require_disk(out, plan.files.nbytes + side_bytes + _SMALL_FILES_BYTES)
 
 

@@ -41,6 +41,7 @@ def open_checkpoint(ref: str | Path) -> Checkpoint:
     truncated or outside the folder, tensors given twice or missing, pickled or quantised weights, repositories that
     are gated, missing or out of reach.
     """
+    _refuse_empty(ref)
     if Path(ref).is_dir():
         return _open_folder(Path(ref), name=str(ref), revision=None)
     repo, revision = _hub_id(ref)
@@ -56,6 +57,7 @@ def open_headers(ref: str | Path) -> Checkpoint:
     Where the weights are not in the hub's cache, the checkpoint's `download_bytes` is their size, and the `file` of
     its tensors does not exist.
     """
+    _refuse_empty(ref)
     if Path(ref).is_dir():
         return open_checkpoint(ref)
     repo, revision = _hub_id(ref)
@@ -67,6 +69,12 @@ def open_headers(ref: str | Path) -> Checkpoint:
     return Checkpoint(
         path=folder, name=str(ref), revision=folder.name, config=config, tensors=tensors, download_bytes=missing
     )
+
+
+def _refuse_empty(ref: str | Path) -> None:
+    """An empty text would be this folder for `Path`."""
+    if not str(ref).strip():
+        raise MoesaicError("the name of a checkpoint is empty; give a folder or a hub id (org/name)")
 
 
 def file_inside(folder: Path, name: str, *, told_by: str) -> Path:
@@ -87,11 +95,13 @@ def file_inside(folder: Path, name: str, *, told_by: str) -> Path:
 def load_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; a MoesaicError names the file when it isn't one."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError as error:
         raise MoesaicError(f"{path}: no such file") from error
     except OSError as error:
         raise MoesaicError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise MoesaicError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from error
     except (ValueError, RecursionError) as error:
         raise MoesaicError(f"{path}: not JSON ({' '.join(str(error).split())})") from error
     if not isinstance(value, dict):
@@ -102,11 +112,13 @@ def load_json(path: Path) -> dict[str, Any]:
 def shard_names(index_file: Path) -> dict[str, str]:
     """The weight map (tensor -> file name) of an index file, checked for its types only."""
     weight_map = load_json(index_file).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) and file for file in weight_map.values()):
+    if not isinstance(weight_map, dict):
         raise MoesaicError(f'{index_file}: has no "weight_map" of tensor names to file names')
     if not weight_map:
         raise MoesaicError(f"{index_file}: its weight_map is empty")
     for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise MoesaicError(f"{index_file}: puts tensor {name!r} into {json.dumps(file)}, which is not a file name")
         if not file.endswith(".safetensors"):
             raise MoesaicError(f"{index_file}: puts tensor {name!r} into {file!r}, which is not a .safetensors file")
     return weight_map

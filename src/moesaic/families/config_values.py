@@ -33,6 +33,7 @@ ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
 }
 """Kind of rope -> the keys that it cannot do without and transformers does not fill in."""
 
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
 
@@ -62,11 +63,16 @@ _COUNT = _Kind("a whole number of at least 0", lambda value: _is_int(value) and 
 _NUMBER = _Kind("a finite number of at least 0", lambda value: _is_number(value) and value >= 0)
 _NUMBERS = _Kind("a list of finite numbers", _list_of(_is_number))
 _THETA = _or_null(_NUMBER)
-_FLAG = _or_null(_Kind("true or false", lambda value: isinstance(value, bool)))
+_FLOAT = _Kind("a number with a decimal point", lambda value: isinstance(value, float) and _NUMBER.accepts(value))
+_FRACTION = _Kind("a number between 0.0 and 1.0", lambda value: _FLOAT.accepts(value) and value <= 1)
+_SHARE = _Kind("a number between 0 and 1", lambda value: _NUMBER.accepts(value) and value <= 1)
+_FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
 _NAMES = _or_null(_Kind("a list of names", _list_of(lambda item: isinstance(item, str))))
 _COUNTS = _Kind("a list of whole numbers", _list_of(_COUNT.accepts))
 _TOKENS = _or_null(
-    _Kind("a token id or a list of token ids", lambda value: _is_int(value) or _list_of(_is_int)(value))
+    _Kind(
+        "a token id or a list of token ids", lambda value: _is_int(value) or (value != [] and _list_of(_is_int)(value))
+    )
 )
 
 DEPTH_KINDS: Mapping[str, _Kind] = {
@@ -89,10 +95,24 @@ _KINDS: Mapping[str, _Kind] = {
     "head_dim": _or_null(_SIZE),
     "vocab_size": _SIZE,
     "max_position_embeddings": _SIZE,
-    "initializer_range": _or_null(_NUMBER),
-    "rms_norm_eps": _NUMBER,
+    "layer_types": _or_null(_Kind(f"a list of {', '.join(_ATTENTION)}", _list_of(lambda item: item in _ATTENTION))),
+    "initializer_range": _FRACTION,
+    "rms_norm_eps": _FRACTION,
+    **dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop"), _SHARE),
+    **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), _NUMBER),
+    "original_max_position_embeddings": _SIZE,
+    "use_sliding_window": _FLAG,
+    "max_window_layers": _COUNT,
+    "no_rope_layer_interval": _SIZE,
+    "no_rope_layers": _or_null(_COUNTS),
+    "use_bidirectional_attention": _or_null(_FLAG),
+    "attn_logit_softcapping": _or_null(_FLOAT),
+    "final_logit_softcapping": _or_null(_FLOAT),
+    "query_pre_attn_scalar": _SIZE,
+    "pretraining_tp": _or_null(_SIZE),
+    "use_cache": _FLAG,
     "rope_theta": _THETA,
-    "tie_word_embeddings": _FLAG,
+    "tie_word_embeddings": _or_null(_FLAG),
     "bos_token_id": _TOKENS,
     "eos_token_id": _TOKENS,
     "pad_token_id": _TOKENS,
@@ -104,9 +124,16 @@ _KINDS: Mapping[str, _Kind] = {
     "moe_layers": _COUNTS,
 }
 
+_PER_LAYER = frozenset({"layer_types", "no_rope_layers"})
+
 
 def check_values(
-    config: Mapping[str, Any], name: str, *, kinds: Mapping[str, _Kind] = _KINDS, flags: Iterable[str] = ()
+    config: Mapping[str, Any],
+    name: str,
+    *,
+    kinds: Mapping[str, _Kind] = _KINDS,
+    sizes: Iterable[str] = (),
+    flags: Iterable[str] = (),
 ) -> None:
     """Refuse a value that is of another kind than its key says; keys that are not there are fine.
 
@@ -114,17 +141,19 @@ def check_values(
         config: the (text) config.
         name: how messages call the file.
         kinds: what keys may hold; `DEPTH_KINDS` for families that are in no table.
+        sizes: keys that must be a size here although they may be null elsewhere.
         flags: further keys that are true or false.
 
     Raises:
         MoesaicError: names file, key, value and what it may be.
     """
-    for key, kind in {**kinds, **dict.fromkeys(flags, _FLAG)}.items():
+    for key, kind in {**kinds, **dict.fromkeys(sizes, _SIZE), **dict.fromkeys(flags, _FLAG)}.items():
         if key in config and not kind.accepts(config[key]):
             raise MoesaicError(f"{name}: {key} is {show(config[key])}, but must be {kind.text}")
-    types, depth = config.get("layer_types"), config.get("num_hidden_layers")
-    if types is not None and depth is not None and len(types) != depth:
-        raise MoesaicError(f"{name}: layer_types has {len(types)} entries, but num_hidden_layers is {depth}")
+    depth = config.get("num_hidden_layers")
+    for key in _PER_LAYER & kinds.keys():
+        if config.get(key) is not None and depth is not None and len(config[key]) != depth:
+            raise MoesaicError(f"{name}: {key} has {len(config[key])} entries, but num_hidden_layers is {depth}")
 
 
 def require(config: Mapping[str, Any], keys: Iterable[str], name: str) -> None:

@@ -35,7 +35,7 @@ def text_config(config: Mapping[str, Any], name: str = "config.json") -> tuple[D
         if text.get(key):
             raise MoesaicError(f"{name}: {family.model_type} with {key}={text[key]!r} is not supported: {reason}")
     flags = [part.key for part in family.optional] + ([family.ffn_bias_key] if family.ffn_bias_key else [])
-    check_values(text, name, flags=flags)
+    check_values(text, name, sizes=family.defaults, flags=flags)
     check_activation(text, family.activation_key, name)
     check_rope(text, name, aliases=family.rope_aliases)
     return family, {**family.defaults, **text}

@@ -14,9 +14,9 @@ from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.output import check_target, output_folder, require_disk
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.provenance import (
+    check_side_files,
     combine,
     copy_side_files,
-    side_files,
     source_record,
     weights_hash,
     write_provenance,
@@ -76,7 +76,7 @@ def upcycle(
     notices = list(plan.notices)
     for line in notices:
         notice(line, quiet=quiet)
-    side_bytes = sum((plan.base.checkpoint.path / name).stat().st_size for name in side_files(plan.base.checkpoint))
+    side_bytes = check_side_files(plan.base.checkpoint)
     folders = [model.checkpoint.path for model in plan.models]
     check_target(out, overwrite, sources=folders)
     require_disk(out, plan.files.nbytes + side_bytes + _SMALL_FILES_BYTES)

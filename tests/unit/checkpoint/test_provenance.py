@@ -9,6 +9,7 @@ import torch
 from moesaic.checkpoint.provenance import (
     SIDE_FILES,
     TOKENIZER_FILES,
+    check_side_files,
     combine,
     copy_side_files,
     fingerprint,
@@ -70,6 +71,25 @@ def test_side_files_cannot_take_in_strangers(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(MoesaicError, match=r"'tokenizer.json' leads outside"):
         copy_side_files(open_checkpoint(folder), tmp_path / "out")
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    folder = checkpoint_folder(tmp_path / "src")
+    (folder / "tokenizer.json").symlink_to(folder / "gone.json")
+    with pytest.raises(MoesaicError, match=r"src/tokenizer.json: is a link to a file that does not exist"):
+        side_files(open_checkpoint(folder))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "special_tokens_map.json"])
+def test_files_that_would_be_copied_broken_are_named(tmp_path: Path, name: str) -> None:
+    folder = checkpoint_folder(tmp_path / "src")
+    (folder / name).write_text("{}")
+    (folder / "merges.txt").write_text("{")
+    assert check_side_files(open_checkpoint(folder)) == 3
+    for content in (b'{"a": ', b"\xff\xfe{}", b"[]", b""):
+        (folder / name).write_bytes(content)
+        with pytest.raises(MoesaicError, match=rf"src/{name}: not (JSON|UTF-8|a JSON object)"):
+            check_side_files(open_checkpoint(folder))
 
 
 def test_weights_hash_depends_on_each_part_and_not_on_order() -> None:

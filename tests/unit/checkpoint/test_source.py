@@ -186,3 +186,20 @@ def test_quantised_tensors(name: str, tensor: torch.Tensor, tmp_path: Path) -> N
 def test_integer_buffers_are_fine(tmp_path: Path) -> None:
     buffers = {"position_ids": torch.arange(3), "mask": torch.ones(2, dtype=torch.bool), "w": W}
     assert len(open_checkpoint(checkpoint_folder(tmp_path / "c", {"model.safetensors": buffers})).tensors) == 3
+
+
+def test_what_is_no_utf8_or_no_file_name_is_said_so(tmp_path: Path) -> None:
+    folder = checkpoint_folder(tmp_path / "a", {A: {"a": W}, B: {"b": W}})
+    (folder / INDEX).write_bytes(b"\xff\xfe{}")
+    refused(folder, INDEX, "not UTF-8 (byte 0)")
+    (folder / INDEX).write_text('{"weight_map": {"a": 1}}')
+    refused(folder, INDEX, "puts tensor 'a' into 1, which is not a file name")
+    (folder / "config.json").write_bytes(b'{"a": "\xe9"}')
+    refused(folder, "config.json", "not UTF-8 (byte 7)")
+
+
+@pytest.mark.parametrize("name", ["", " ", "\n"])
+def test_an_empty_name_is_not_this_folder(name: str) -> None:
+    for opener in (open_checkpoint, open_headers):
+        with pytest.raises(MoesaicError, match="the name of a checkpoint is empty"):
+            opener(name)

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -11,6 +12,7 @@ from moesaic.checkpoint.source import open_checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.families.config_values import ACTIVATIONS, ROPE_NEEDS
 from moesaic.families.dense import detect
+from moesaic.families.dense_shapes import text_config
 from moesaic.planning import plan
 from tests.tiny_models import save_tiny, tiny_moe_model
 
@@ -69,14 +71,14 @@ def test_sizes(llama, tmp_path, key, value):
     [
         ("num_key_value_heads", "2", "must be a whole number of at least 1, or null"),
         ("head_dim", 0, "must be a whole number of at least 1, or null"),
-        ("initializer_range", "a", "must be a finite number of at least 0, or null"),
-        ("initializer_range", -0.1, "must be a finite number of at least 0, or null"),
-        ("rms_norm_eps", None, "must be a finite number of at least 0"),
+        ("initializer_range", "a", "must be a number between 0.0 and 1.0"),
+        ("initializer_range", -0.1, "must be a number between 0.0 and 1.0"),
+        ("rms_norm_eps", None, "must be a number between 0.0 and 1.0"),
         ("max_position_embeddings", "long", "must be a whole number of at least 1"),
         ("tie_word_embeddings", "no", "must be true or false, or null"),
-        ("mlp_bias", 2, "must be true or false, or null"),
-        ("attention_bias", [], "must be true or false, or null"),
-        ("layer_types", "full_attention", "must be a list of names, or null"),
+        ("mlp_bias", 2, "must be true or false"),
+        ("attention_bias", [], "must be true or false"),
+        ("layer_types", "full_attention", "must be a list of full_attention, "),
         ("layer_types", ["full_attention"], "1 entries, but num_hidden_layers is 2"),
         ("eos_token_id", "</s>", "must be a token id or a list of token ids, or null"),
         ("hidden_act", "frob", 'hidden_act is "frob", which is no activation of transformers; known: '),
@@ -124,3 +126,21 @@ def test_our_own_architecture(ours, tmp_path, key, value, expected):
 def test_a_family_that_is_in_no_table(llama, tmp_path):
     folder = damaged(llama, tmp_path, model_type="gpt2", num_hidden_layers="x")
     assert 'config.json: num_hidden_layers is "x"' in refusal(plan, folder)
+
+
+@pytest.mark.parametrize("base", ["llama", "gemma3_text", "phi3", "qwen3", "smollm3"])
+def test_what_is_accepted_can_be_loaded(tmp_path, base):
+    """Every key of a config with every kind of value: either refused here, or no trouble for transformers."""
+    config = json.loads((save_tiny(tmp_path, base) / "config.json").read_text())
+    accepted = 0
+    for key in config.keys() - {"architectures", "model_type", "transformers_version", "dtype", "tie_word_embeddings"}:
+        for value in ("x", None, [], {}, -1, 0, 1.5, True, ["frob", "frob"]):
+            changed = {**config, key: value}
+            try:
+                text_config(changed)
+            except MoesaicError:
+                continue
+            accepted += 1
+            (tmp_path / "config.json").write_text(json.dumps(changed))
+            AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert accepted > 10

@@ -241,3 +241,18 @@ def test_an_option_outside_the_table_is_refused(tmp_path):
     save_tiny(tmp_path, "llama")
     edit_config(tmp_path, model_type="stablelm", qk_layernorm=True)
     assert "stablelm with qk_layernorm=True is not supported" in refusal(tmp_path)
+
+
+def test_weights_that_are_no_floats_are_named(tmp_path):
+    save_tiny(tmp_path, "llama")
+    rewrite(tmp_path, lambda tensors: tensors | {"model.norm.weight": torch.ones(32, dtype=torch.int32)})
+    with pytest.raises(MoesaicError, match=r"model\.norm\.weight is I32, and weights must be one of F64, F32, BF16"):
+        detect(open_checkpoint(tmp_path))
+
+
+def test_a_tie_that_the_file_breaks_is_said(tmp_path):
+    save_tiny(tmp_path, "llama")
+    edit_config(tmp_path, tie_word_embeddings=True)
+    model = detect(open_checkpoint(tmp_path))
+    assert not model.tied
+    assert "ties the output head to the embedding, but the file has a head that differs" in model.notices[0]
