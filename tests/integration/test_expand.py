@@ -167,6 +167,22 @@ def test_the_same_bytes_whatever_the_workers(source, tmp_path):
     assert (tmp_path / "seed" / "model.safetensors").read_bytes() != one
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_an_existing_target_is_refused_before_the_model_runs(source, tmp_path, text, monkeypatch, dry_run):
+    save_tokenizer(source)
+    out = tmp_path / "out"
+    expand(source, out, experts=9)
+    before = (out / "model.safetensors").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("moesaic.expansion.utility.expert_gradients", lambda *_, **__: pytest.fail("the model ran"))
+        for target in (out, source, source / "inside"):
+            with pytest.raises(MoesaicError, match=r"exists|source"):
+                expand(source, target, experts=10, calibration=[str(text)], dry_run=dry_run)
+    expand(source, out, experts=10, calibration=[str(text)], sequence_length=64, overwrite=True)
+    assert detect_moe(open_checkpoint(out)).num_experts == 10
+    assert (out / "model.safetensors").read_bytes() != before
+
+
 LAYOUTS = [("qwen3_moe", False), ("qwen3_moe", True), ("gpt_oss", True), ("granitemoe", False), ("mixtral", False)]
 
 

@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+from moesaic.checkpoint.output import check_target
 from moesaic.checkpoint.rewrite import check_space, rewrite
 from moesaic.expansion.build import build, parameters
 from moesaic.expansion.recipe import ExpandRecipe
@@ -44,6 +45,7 @@ def expand(
     """
     started = time.monotonic()
     plan = resolve(recipe)
+    check_target(out, overwrite, sources=[plan.checkpoint.path])  # before the model runs
     for line in plan.notices:
         notice(line, quiet=quiet)
     # Sizes do not depend on which experts are copied.
