@@ -1,59 +1,94 @@
-"""The verb `generate`: continue a text with a model."""
+"""The verb `generate`: continue texts with a model."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from moesaic.errors import MoesaicError
 
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
+
+@overload
+def generate(checkpoint: str | Path, prompt: str, **settings: Any) -> str: ...
+@overload
+def generate(checkpoint: str | Path, prompt: Sequence[str], **settings: Any) -> list[str]: ...
 def generate(
     checkpoint: str | Path,
-    prompt: str,
+    prompt: str | Sequence[str],
     *,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
+    batch_size: int = 1,
     device: str | None = None,
     dtype: str = "auto",
     seed: int = 0,
     stream: bool = False,
     selection: str | Path | None = None,
-) -> str:
-    """Continue a text with a model, dense or MoE, and return what was added.
+) -> str | list[str]:
+    """Continue one text or several with a model, dense or MoE, and return what was added (to each).
 
     Args:
         checkpoint: folder, or hub id `org/name[@revision]`, with a tokenizer.
-        prompt: the text to continue, as it is: no chat template is applied.
+        prompt: the text to continue, as it is (no chat template is applied), or several of them.
         max_new_tokens: most tokens to add; the model's end-of-text token ends it earlier.
         temperature: 0 takes the likeliest token every time; above, tokens are drawn from softmax(logits / temperature).
+        batch_size: prompts that the model continues at once. At temperature 0 it changes nothing but rounding; above,
+            the draws depend on it.
         device: such as `cpu` or `cuda:1`. Default: cuda if there is one, else cpu.
         dtype: float32, bfloat16, float16, or auto for the checkpoint's.
         seed: of the drawing.
-        stream: print prompt and text on stdout while it is made.
+        stream: print prompt and text on stdout while it is made; for a single prompt only.
         selection: file of `select`: only its experts are used.
 
     Raises:
         MoesaicError: the checkpoint has no model or tokenizer that can be used, or an argument is out of range.
     """
-    if max_new_tokens < 1:
-        raise MoesaicError(f"--max-new-tokens: must be at least 1, got {max_new_tokens}")
-    if not 0.0 <= temperature < float("inf"):
-        raise MoesaicError(f"--temperature: must be 0 or more, got {temperature}")
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    _check_arguments(prompts, max_new_tokens=max_new_tokens, temperature=temperature, batch_size=batch_size)
 
     import torch
-    from transformers import GenerationConfig, TextStreamer
+    from transformers import TextStreamer
 
     from moesaic.loading import load, load_tokenizer
 
     tokenizer: Any = load_tokenizer(checkpoint)
+    encoded = [list(tokenizer(text)["input_ids"]) for text in prompts]
+    _refuse_empty(encoded)  # before the model is loaded
     model: Any = load(checkpoint, device=device, dtype=dtype)
     if selection is not None:
         _restrict(model, checkpoint, selection)
-    encoded = tokenizer(prompt, return_tensors="pt").to(model.device)
-    _check_tokens(encoded["input_ids"][0].tolist(), model.config.get_text_config().vocab_size, str(checkpoint))
-    # The checkpoint's own sampling settings are left out, so that the same command means the same for every model.
+    for ids in encoded:
+        _check_tokens(ids, model.config.get_text_config().vocab_size, str(checkpoint))
+    model.generation_config = _settings(model, max_new_tokens, temperature)
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream and len(prompts) == 1 else None
+    texts: list[str] = []
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for start in range(0, len(encoded), batch_size):
+            batch = encoded[start : start + batch_size]
+            added = _continue(model, batch, streamer)
+            texts += [_added_text(tokenizer, *ids) for ids in zip(batch, added, strict=True)]
+    return texts[0] if isinstance(prompt, str) else texts
+
+
+def _check_arguments(prompts: list[str], *, max_new_tokens: int, temperature: float, batch_size: int) -> None:
+    if not prompts:
+        raise MoesaicError("PROMPT: none is given; give at least one text to continue")
+    for flag, value in (("--max-new-tokens", max_new_tokens), ("--batch-size", batch_size)):
+        if value < 1:
+            raise MoesaicError(f"{flag}: must be at least 1, got {value}")
+    if not 0.0 <= temperature < float("inf"):
+        raise MoesaicError(f"--temperature: must be 0 or more, got {temperature}")
+
+
+def _settings(model: Any, max_new_tokens: int, temperature: float) -> "GenerationConfig":
+    """The checkpoint's own sampling settings are left out, so that the same command means the same for every model."""
+    from transformers import GenerationConfig
+
     stored = model.generation_config
-    config = GenerationConfig(
+    return GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=temperature > 0,
         eos_token_id=stored.eos_token_id,
@@ -61,15 +96,35 @@ def generate(
         pad_token_id=_first_id(stored.pad_token_id, stored.eos_token_id, 0),
         **({"temperature": temperature, "top_k": 0} if temperature > 0 else {}),
     )
-    model.generation_config = config
-    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        ids = model.generate(**encoded, generation_config=config, streamer=streamer)
-    start = encoded["input_ids"].shape[1]
-    # Decoding the added tokens alone would lose the space before their first word in some tokenizers.
-    before = tokenizer.decode(ids[0, :start], skip_special_tokens=True)
-    return tokenizer.decode(ids[0], skip_special_tokens=True).removeprefix(before)
+
+
+def _continue(model: Any, prompts: list[list[int]], streamer: Any) -> list[list[int]]:
+    """Continue a batch of prompts, padded on the left; returns the added token ids of each, cut at the end token."""
+    import torch
+
+    config = model.generation_config
+    width = max(map(len, prompts))
+    padded = [[config.pad_token_id] * (width - len(ids)) + ids for ids in prompts]
+    mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
+    ids_BT: torch.Tensor = model.generate(
+        input_ids=torch.tensor(padded, device=model.device),
+        attention_mask=torch.tensor(mask, device=model.device),
+        generation_config=config,
+        streamer=streamer,
+    )
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return [_until(added, ends) for added in ids_BT[:, width:].tolist()]
+
+
+def _until(ids: list[int], ends: Sequence[int | None]) -> list[int]:
+    """Cut after the first end token: what follows is padding, which need not be a special token."""
+    return ids[: next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids))]
+
+
+def _added_text(tokenizer: Any, prompt: list[int], added: list[int]) -> str:
+    """Decoding the added tokens alone would lose the space before their first word in some tokenizers."""
+    before = tokenizer.decode(prompt, skip_special_tokens=True)
+    return tokenizer.decode(prompt + added, skip_special_tokens=True).removeprefix(before)
 
 
 def _restrict(model: Any, checkpoint: str | Path, file: str | Path) -> None:
@@ -92,9 +147,12 @@ def _first_id(*candidates: int | Sequence[int] | None) -> int:
     return given if isinstance(given, int) else given[0]
 
 
-def _check_tokens(token_ids: list[int], vocabulary: int, name: str) -> None:
-    if not token_ids:
+def _refuse_empty(encoded: list[list[int]]) -> None:
+    if not all(encoded):
         raise MoesaicError("PROMPT: is empty, and this tokenizer has no start token; give at least one word")
+
+
+def _check_tokens(token_ids: list[int], vocabulary: int, name: str) -> None:
     if max(token_ids) >= vocabulary:
         raise MoesaicError(
             f"{name}: its tokenizer gives token {max(token_ids)}, but the model has only {vocabulary}; they differ"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moesaic.checkpoint.provenance import read_provenance
+from moesaic.checkpoint.provenance import VOCABULARY_FILES, read_provenance, side_files
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.progress import warn
@@ -64,6 +64,8 @@ def load(
             raise MoesaicError(f"{path}: {what} {_some(names)}; the file is incomplete or its config.json is another's")
     if unused := sorted(map(_first, loading["unexpected_keys"])):
         warn(f"{path}: the model does not use {_some(unused)}")
+    if _is_untied_by_the_file(model):
+        warn(f"{path}: config.json ties the output head to the embedding, but the file has a head that differs from it")
     model = model if distributed is not None else model.to(place)
     if routing := (read_provenance(checkpoint.path) or {}).get("routing"):
         reinstall(model, routing)
@@ -74,9 +76,11 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a checkpoint; a `MoesaicError` says when there is none."""
     from transformers import AutoTokenizer
 
-    folder = open_checkpoint(path).path
+    checkpoint = open_checkpoint(path)
+    if not side_files(checkpoint, VOCABULARY_FILES):  # transformers would make an empty one for some families
+        raise MoesaicError(f"{path}: has no usable tokenizer (no vocabulary file); copy the base's tokenizer files")
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise MoesaicError(f"{path}: has no usable tokenizer ({reason}); copy the base's tokenizer files") from error
@@ -114,6 +118,13 @@ def _refuse_unknown_architecture(config: dict[str, Any], name: str) -> None:
         raise MoesaicError(f"{name}: model_type {model_type!r} in config.json is unknown to transformers {__version__}")
     if CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise MoesaicError(f"{name}: model_type {model_type!r} is not a causal language model")
+
+
+def _is_untied_by_the_file(model: Any) -> bool:
+    """Whether the config wants one matrix for embedding and head and transformers loaded two."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    return bool(tied and head is not None and head.weight is not embedding.weight)
 
 
 def _first(key: Any) -> str:

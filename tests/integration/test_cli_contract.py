@@ -145,6 +145,9 @@ sys.exit(f"imported: {{heavy}}" if heavy else 0)
         ("upcyle a b", 'Unknown command "upcyle". Did you mean "upcycle"?'),
         ("recipes lst", 'Unknown command "lst". Did you mean "list"?'),
         ("upcycle a b --methd btx", "Unknown option: --methd. Did you mean --method?"),
+        ("upcycle a b --bogus", "Unknown option: --bogus. `moesaic upcycle --help` lists all."),
+        ("upcycle a b --expert-count 4", "Unknown option: --expert-count. Did you mean --experts?"),
+        ("verify a b --batchsize 4", "Unknown option: --batchsize. Did you mean --batch-size?"),
         ("upcycle a b --method divmeo", 'Invalid value "divmeo" for --method.'),
         ("upcycle a b --method divmeo", 'Did you mean "divmoe"?'),
         ("upcycle a b --method btx --top-k two", 'Invalid value for --top-k: unable to convert "two" into int.'),
@@ -169,6 +172,7 @@ sys.exit(f"imported: {{heavy}}" if heavy else 0)
         ("plan nowhere", "nowhere: no such folder"),
         ("plan none.yaml", "none.yaml: cannot be read"),
         ("generate nowhere hello", "nowhere: no such folder"),
+        ("generate nowhere hello --batch-size 0", "--batch-size: must be at least 1, got 0"),
         ("generate nowhere hello --max-new-tokens 0", "--max-new-tokens: must be at least 1, got 0"),
         ("generate nowhere hello --temperature -1", "--temperature: must be 0 or more, got -1.0"),
         ("generate nowhere hello --dtype int8", 'Invalid value "int8" for --dtype.'),
@@ -289,7 +293,20 @@ def test_upcycle_verify_plan_generate(call, dense, tmp_path):
     assert document["prompt"] == "hello"
     assert len(document["text"]) == 4
     assert call("generate", out, "hello", "--max-new-tokens", "4")[1] == f"hello{document['text']}\n"
+    several = ["generate", out, "a longer prompt", "hello", "--max-new-tokens", "4", "--batch-size", "2", "--json"]
+    assert json.loads(call(*several)[1])["results"][1] == document
     assert call("generate", out, "hello", "--max-new-tokens", "4", "--quiet")[1] == f"{document['text']}\n"
+
+
+def test_generate_several(call, dense):
+    def texts(*prompts):
+        arguments = ("generate", dense / "base", *prompts, "--max-new-tokens", "4", "--batch-size", "2", "--json")
+        return json.loads(call(*arguments)[1])
+
+    one, two = texts("hello"), texts("a longer prompt")
+    assert texts("hello", "a longer prompt") == {"results": [one, two]}
+    printed = call("generate", dense / "base", "hello", "a longer prompt", "--max-new-tokens", "4", "--batch-size", "2")
+    assert printed[1] == "".join(f"{result['prompt']}{result['text']}\n" for result in (one, two))
 
 
 def test_options_win_over_the_recipe(call, dense, tmp_path):
@@ -351,8 +368,9 @@ def test_process_exit_status_and_streams():
     assert done.stderr.count("\n") == 1
 
 
-def test_reader_that_goes_away_is_no_error():
-    command = [sys.executable, "-m", "moesaic", "recipes", "list"]
+@pytest.mark.parametrize("arguments", [["recipes", "list"], ["upcycle", "--help"], ["--help"], ["--version"]])
+def test_reader_that_goes_away_is_no_error(arguments):
+    command = [sys.executable, "-m", "moesaic", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         assert running.stderr is not None
@@ -366,4 +384,19 @@ def test_full_disk_behind_stdout_is_one_line():
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "moesaic", "recipes", "list"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (2, f"moesaic: error: {os.strerror(errno.ENOSPC)}\n")
+    said = f"standard output cannot be written ({os.strerror(errno.ENOSPC)}); what was made before is complete"
+    assert (done.returncode, done.stderr) == (2, f"moesaic: error: {said}\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a file on which every write fails")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_result_that_cannot_be_printed_leaves_the_target(dense, tmp_path, as_json):
+    out = tmp_path / "moe"
+    command = [sys.executable, "-m", "moesaic", "upcycle", str(dense / "base"), str(out), "--method", "sparse"]
+    with Path("/dev/full").open("w") as full:
+        command += ["--json"] if as_json else []
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "error: standard output cannot be written" in done.stderr
+    assert "moe:" not in done.stderr
+    assert (out / "moesaic.json").exists()

@@ -180,7 +180,45 @@ def test_empty_prompt(checkpoint):
     assert refusal(generate, checkpoint, "").startswith("PROMPT: is empty, and this tokenizer has no start token")
 
 
-def test_no_tokenizer(checkpoint):
+def test_an_empty_prompt_is_refused_before_the_model_is_loaded(checkpoint):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moesaic.loading.load", lambda *_, **__: pytest.fail("the model was loaded"))
+        assert refusal(generate, checkpoint, ["hi", ""]).startswith("PROMPT: is empty")
+        assert refusal(generate, checkpoint, []).startswith("PROMPT: none is given")
+
+
+@pytest.mark.parametrize("batch_size", [2, 3, 8])
+def test_a_batch_gives_the_same_as_one_at_a_time(checkpoint, batch_size):
+    prompts = ["hi", "a much longer prompt than that", "x", "hello there", "hi"]
+    alone = [generate(checkpoint, prompt, max_new_tokens=8, dtype="float32") for prompt in prompts]
+    assert len(set(alone)) > 2
+    assert generate(checkpoint, prompts, max_new_tokens=8, dtype="float32", batch_size=batch_size) == alone
+
+
+def test_a_text_that_ends_early_in_a_batch_is_cut_there(checkpoint):
+    prompts = ["hi", "a much longer prompt than that"]
+    tokenizer = load_tokenizer(checkpoint)
+    first = generate(checkpoint, prompts[0], max_new_tokens=4)
+    end = tokenizer(first)["input_ids"][1]  # the second token that follows "hi" ends a text from now on
+    change_config(checkpoint, eos_token_id=end)
+    settings = {"eos_token_id": end, "pad_token_id": 5}
+    (checkpoint / "generation_config.json").write_text(json.dumps(settings))
+    alone = [generate(checkpoint, prompt, max_new_tokens=8) for prompt in prompts]
+    assert len(alone[0]) < 8
+    assert generate(checkpoint, prompts, max_new_tokens=8, batch_size=2) == alone
+
+
+def test_a_tie_that_the_file_breaks_is_said(checkpoint, capsys):
+    load(checkpoint)
+    assert "ties the output head" not in capsys.readouterr().err
+    change_config(checkpoint, tie_word_embeddings=True)
+    load(checkpoint)
+    assert "config.json ties the output head to the embedding, but the file has a head" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_no_tokenizer(checkpoint, model_type):
+    change_config(checkpoint, model_type=model_type)
     (checkpoint / "tokenizer.json").unlink()
     (checkpoint / "tokenizer_config.json").unlink()
     assert "has no usable tokenizer" in refusal(generate, checkpoint, "hi")

@@ -16,16 +16,12 @@ _MARKUP = re.compile(r"[\\`*_{}\[\]<>|#!~$&]")
 def front_matter(*, bases: Sequence[str], tags: Sequence[str], license_name: str | None = None) -> str:
     """The YAML block at the top of a card, with its fences: `library_name`, `license`, `base_model` and `tags`.
 
-    `bases` are names as the user gave them; those that look like hub ids (and are no folder here) become `base_model`,
-    without their revision: the hub refuses paths there.
+    `bases` are names as the user gave them; they become `base_model`, hub ids without their revision.
     """
     front: dict[str, object] = {"library_name": "transformers"}
     if license_name:
         front["license"] = _line(license_name)
-    matches = [_HUB_ID.fullmatch(base) for base in bases if not Path(base).exists()]
-    hub_ids = list(dict.fromkeys(match[1] for match in matches if match))
-    if hub_ids:
-        front["base_model"] = hub_ids
+    front["base_model"] = list(dict.fromkeys(map(_without_revision, bases)))
     front["tags"] = list(dict.fromkeys(["moesaic", "mixture-of-experts", *map(_line, tags)]))
     return f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n"
 
@@ -58,6 +54,11 @@ def model_card(
         "",
     ]
     return "\n".join(parts)
+
+
+def _without_revision(base: str) -> str:
+    match = None if Path(base).exists() else _HUB_ID.fullmatch(base)
+    return match[1] if match else base
 
 
 def write_card(folder: Path, card: str) -> None:

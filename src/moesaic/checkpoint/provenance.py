@@ -32,6 +32,9 @@ TOKENIZER_FILES = (
     "*.tiktoken",
 )
 
+VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
+"""Those of them that a tokenizer cannot do without: at least one of these."""
+
 SIDE_FILES = (*TOKENIZER_FILES, "generation_config.json", "chat_template*", "additional_chat_templates/*")
 """Patterns of the files (relative to the checkpoint folder) that an output takes over byte for byte."""
 

@@ -1,17 +1,18 @@
 """The application: its verbs, and what becomes of errors."""
 
 import os
-import sys
+import signal
 import traceback
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from cyclopts import App, Parameter
-from cyclopts.exceptions import CycloptsError, UnusedCliTokensError
+from cyclopts.exceptions import CycloptsError, UnknownOptionError, UnusedCliTokensError
 
 from moesaic import __version__
 from moesaic.cli import expand, extract, generate, merge_back, plan, recipes, select, train, upcycle, verify
-from moesaic.cli.output import print_error
+from moesaic.cli.output import discard_stdout, flush, print_error
 from moesaic.errors import MoesaicError
 
 USER_ERROR = 2  # also what shells use for a wrong command line
@@ -38,11 +39,12 @@ def run(arguments: Sequence[str]) -> int:
     as_json = "--json" in arguments
     try:
         status = _call(arguments)
-        sys.stdout.flush()
+        flush()
     except BrokenPipeError:
-        # whoever read the output has gone; Python must not try to flush it again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_stdout()
         return PIPE_CLOSED
+    except SystemExit as leaving:
+        return _left(leaving, as_json=as_json)
     except KeyboardInterrupt:
         print_error("stopped by the user", kind="interrupted", as_json=as_json)
         return INTERRUPTED
@@ -56,12 +58,26 @@ def _call(arguments: Sequence[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
+def _left(leaving: SystemExit, *, as_json: bool) -> int:
+    """The exit status of a SystemExit: of a closed pipe (rich prints help) or of a signal (`output_folder`)."""
+    if isinstance(leaving.__context__, BrokenPipeError):
+        return PIPE_CLOSED
+    status = leaving.code if isinstance(leaving.code, int) else BUG
+    names = {128 + number: number.name for number in signal.Signals}
+    if status in names:
+        print_error(f"stopped by {names[status]}", kind="interrupted", as_json=as_json)
+    return status
+
+
 def _report(error: Exception, *, as_json: bool) -> int:
     """Print an error as one line and return the exit status."""
     if os.environ.get("MOESAIC_TRACEBACK") == "1":
         traceback.print_exception(error)
     if isinstance(error, UnusedCliTokensError):
         print_error(f"unexpected argument: {' '.join(error.unused_tokens or ())}", as_json=as_json)
+        return USER_ERROR
+    if isinstance(error, UnknownOptionError):
+        print_error(_unknown_option(error), as_json=as_json)
         return USER_ERROR
     if isinstance(error, (MoesaicError, CycloptsError)):
         print_error(str(error), as_json=as_json)
@@ -77,3 +93,14 @@ def _report(error: Exception, *, as_json: bool) -> int:
     message = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
     print_error(f"{message}; this is a bug: MOESAIC_TRACEBACK=1 shows where", kind="internal error", as_json=as_json)
     return BUG
+
+
+def _unknown_option(error: UnknownOptionError) -> str:
+    """The error with a way out: the nearest option of the verb, or where all of them are listed."""
+    text = str(error)
+    if "Did you mean" in text:
+        return text
+    options = [name for argument in error.argument_collection for name in argument.names if name.startswith("--")]
+    near = get_close_matches(error.token.keyword or error.token.value, options, n=1, cutoff=0.5)
+    verb = " ".join(["moesaic", *(error.command_chain or ())])
+    return f"{text} {f'Did you mean {near[0]}?' if near else f'`{verb} --help` lists all.'}"

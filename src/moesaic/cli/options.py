@@ -21,4 +21,5 @@ Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     Parameter(help="Data type that the model runs in; auto is the checkpoint's."),
 ]
+BatchSize = Annotated[int, Parameter(help="Prompts that the model continues at once.")]
 Seed = Annotated[int, Parameter(help="Seed of every random number.")]

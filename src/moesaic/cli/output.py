@@ -2,9 +2,12 @@
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from moesaic.errors import MoesaicError
 
 
 def print_result(lines: Iterable[str], document: Mapping[str, Any], *, as_json: bool) -> None:
@@ -12,13 +15,53 @@ def print_result(lines: Iterable[str], document: Mapping[str, Any], *, as_json: 
     if as_json:
         print_json(document)
     else:
-        for line in lines:
-            print(line)
+        print_lines(lines)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines on stdout."""
+    _write("".join(f"{line}\n" for line in lines))
 
 
 def print_json(document: Mapping[str, Any]) -> None:
     """Print one JSON document; numbers that JSON cannot write (NaN, Infinity) become null."""
-    print(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False, default=str))
+    _write(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+
+
+def _write(text: str) -> None:
+    """Write and flush here, where it is known that it is stdout that fails, and not a file of the work before."""
+    try:
+        sys.stdout.write(text)
+        flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _stdout_failed(error) from error
+
+
+def flush() -> None:
+    """Flush stdout.
+
+    Raises:
+        BrokenPipeError: whoever read it has gone.
+        MoesaicError: it cannot be written for another reason.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _stdout_failed(error) from error
+
+
+def discard_stdout() -> None:
+    """Let all further output go nowhere; Python must not try to flush it again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _stdout_failed(error: OSError) -> MoesaicError:
+    discard_stdout()
+    return MoesaicError(f"standard output cannot be written ({error.strerror}); what was made before is complete")
 
 
 def print_error(message: str, *, kind: str = "error", as_json: bool = False) -> None:

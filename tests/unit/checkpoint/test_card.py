@@ -38,8 +38,11 @@ def test_front_matter_and_table(tmp_path: Path) -> None:
     assert ModelCard(text).data.to_dict()["base_model"] == ["Qwen/Qwen3-0.6B", "org/code"]
 
 
-def test_paths_are_no_base_models() -> None:
-    assert "base_model" not in front(card(bases=["/home/me/model", "./x", "../a/b", "model"]))
+def test_folders_are_base_models_as_they_were_given(tmp_path: Path) -> None:
+    folder = tmp_path / "org" / "base@v2"
+    folder.mkdir(parents=True)
+    given = ["/home/me/model", "./x", "../a/b", "model", str(folder)]
+    assert front(card(bases=given))["base_model"] == given
 
 
 EVIL = [
