@@ -42,9 +42,14 @@ def upcycle(
     """
     from moesaic.upcycling import run
 
+    if specialists is not None and not isinstance(specialists, Mapping):
+        raise MoesaicError(
+            f"upcycle(): specialists: expected short names and folders, such as {{'math': './math'}}, "
+            f"got {specialists!r}"
+        )
     sources = [{"name": name, "path": str(path)} for name, path in (specialists or {}).items()]
     values = {"base": str(base), "method": method, "specialists": sources, **settings}
-    recipe = load_recipe(UpcycleRecipe, values)
+    recipe = load_recipe(UpcycleRecipe, values, name="upcycle()")
     return run.upcycle(
         recipe, Path(out), overwrite=overwrite, dry_run=dry_run, quiet=quiet, workers=check_workers(workers)
     )
@@ -52,6 +57,6 @@ def upcycle(
 
 def check_workers(workers: int | None) -> int | None:
     """Return the number of threads asked for (None: let the conversion choose)."""
-    if workers is not None and workers < 1:
-        raise MoesaicError(f"--workers: must be at least 1, got {workers}")
+    if workers is not None and (not isinstance(workers, int) or workers < 1):
+        raise MoesaicError(f"--workers: must be a whole number of at least 1, got {workers!r}")
     return workers

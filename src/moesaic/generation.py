@@ -2,21 +2,19 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moesaic.errors import MoesaicError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
+Prompt = TypeVar("Prompt", str, list[str])
 
-@overload
-def generate(checkpoint: str | Path, prompt: str, **settings: Any) -> str: ...
-@overload
-def generate(checkpoint: str | Path, prompt: Sequence[str], **settings: Any) -> list[str]: ...
+
 def generate(
     checkpoint: str | Path,
-    prompt: str | Sequence[str],
+    prompt: Prompt,
     *,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
@@ -26,7 +24,7 @@ def generate(
     seed: int = 0,
     stream: bool = False,
     selection: str | Path | None = None,
-) -> str | list[str]:
+) -> Prompt:
     """Continue one text or several with a model, dense or MoE, and return what was added (to each).
 
     Args:
@@ -70,7 +68,9 @@ def generate(
             batch = encoded[start : start + batch_size]
             added = _continue(model, batch, streamer)
             texts += [_added_text(tokenizer, *ids) for ids in zip(batch, added, strict=True)]
-    return texts[0] if isinstance(prompt, str) else texts
+    if isinstance(prompt, str):
+        return texts[0]
+    return texts
 
 
 def _check_arguments(prompts: list[str], *, max_new_tokens: int, temperature: float, batch_size: int) -> None:

@@ -58,15 +58,17 @@ def load_recipe(
     overrides: Iterable[str] = (),
     *,
     flags: Mapping[str, Any] | None = None,
+    name: str | None = None,
 ) -> RecipeT:
     """Build the recipe dataclass `cls` from a YAML file or a mapping.
 
     `overrides` are `a.b.c=value` texts (the arguments of `--set`); the value is YAML, a number as key is a list index.
     `flags` are values of command line options by top-level key; they win over the file and over `overrides`.
+    `name` is what messages call the source; by default the file's name, or `recipe` for a mapping.
     Raises `MoesaicError` for unknown keys, wrong types, values that are not allowed and missing keys.
     """
     is_mapping = isinstance(source, Mapping)
-    name = "recipe" if is_mapping else str(source)
+    name = name or ("recipe" if is_mapping else str(source))
     values = _copy_containers(dict(source)) if is_mapping else read_yaml(Path(source))
     origins = {}
     for override in overrides:

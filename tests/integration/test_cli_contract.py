@@ -6,6 +6,7 @@ Most tests call the application in this process; those about the process itself 
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import moesaic
+from moesaic.checkpoint import output
 from moesaic.cli import app as cli
 from moesaic.errors import MoesaicError
 from moesaic.recipes import shipped_recipes
@@ -156,7 +158,7 @@ sys.exit(f"imported: {{heavy}}" if heavy else 0)
         ("upcycle a b --method btx --top-k 1 --top-k 2", "--top-k specified multiple times"),
         ("upcycle a b --method btx --router-std nan", "--router-std: expected a finite number, got nan"),
         ("upcycle a b --method btx --drop-ratio 2", "--drop-ratio: must be between 0 and 1"),
-        ("upcycle a b --method btx --workers 0", "--workers: must be at least 1, got 0"),
+        ("upcycle a b --method btx --workers 0", "--workers: must be a whole number of at least 1, got 0"),
         ("upcycle a b --method btx --specialist math", "--specialist math: expected NAME=PATH, such as math="),
         ("upcycle a b --method btx --specialist =x", "--specialist =x: expected NAME=PATH"),
         ("upcycle a b --method btx --specialist x=", "--specialist x=: expected NAME=PATH"),
@@ -332,8 +334,39 @@ def test_functions_do_the_same(dense, tmp_path):
     model = moesaic.load(tmp_path / "moe")
     assert type(model).__name__ == "MoesaicLlamaForCausalLM"
     assert len(moesaic.generate(tmp_path / "moe", "a", max_new_tokens=3)) == 3
-    with pytest.raises(MoesaicError, match="top_kk: unknown key; did you mean 'top_k'"):
+    with pytest.raises(MoesaicError, match=r"^upcycle\(\): top_kk: unknown key; did you mean 'top_k'"):
         moesaic.upcycle(dense / "base", tmp_path / "x", method="sparse", top_kk=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"specialists": ["math", "code"]}, r"upcycle\(\): specialists: expected short names and folders, such as"),
+        ({"specialists": {"math": "x"}, "experts": "two"}, r"upcycle\(\): experts: expected a whole number"),
+        ({"workers": "a"}, "--workers: must be a whole number of at least 1, got 'a'"),
+        ({"workers": 1.5}, "--workers: must be a whole number of at least 1, got 1.5"),
+        ({"router_std": None}, r"upcycle\(\): router_std: expected"),
+        ({"method": "dimvoe"}, r"upcycle\(\): method: 'dimvoe' is not allowed"),
+    ],
+)
+def test_wrong_arguments_of_the_function(tmp_path, arguments, message):
+    with pytest.raises(MoesaicError, match=message):
+        moesaic.upcycle("base", tmp_path / "x", **{"method": "sparse"} | arguments)
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_is_not_this_folder(refusal, name, tmp_path):
+    assert refusal("upcycle", name, tmp_path / "x", "--method", "sparse").startswith("BASE: is empty")
+    assert "is empty" in refusal("plan", name)
+    assert "is empty" in refusal("generate", name, "hello")
+
+
+def test_a_dense_model_that_cannot_be_a_base_is_said_so(call, dense, tmp_path):
+    config = json.loads((dense / "base" / "config.json").read_text()) | {"model_type": "gpt2"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((dense / "base" / "model.safetensors").read_bytes())
+    notes = json.loads(call("plan", tmp_path, "--json")[1])["notes"]
+    assert any("model_type gpt2 cannot be a base: its FFN has no gate" in note for note in notes)
 
 
 def test_public_names():
@@ -356,6 +389,20 @@ def test_recipes(call):
     assert text.startswith("# ")
     assert call("recipes", "show", name.partition("/")[2])[1] == text
     assert json.loads(call("recipes", "show", name, "--json")[1]) == {"name": name, "yaml": text}
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_is_one_line(call, monkeypatch, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
+
+    def killed(_):
+        with output.output_folder("somewhere"):
+            os.kill(os.getpid(), signal.Signals[name])
+
+    monkeypatch.setattr(cli, "_call", killed)
+    status, out, err = call("upcycle", "a", "b")
+    assert (status, out, err) == (128 + signal.Signals[name], "", f"moesaic: interrupted: stopped by {name}\n")
+    assert not Path("somewhere").exists()
 
 
 # --- the process -----------------------------------------------------------------------------------------------------

@@ -98,6 +98,12 @@ def refusal(recipe: UpcycleRecipe, tmp_path: Path, *, out: Path | None = None) -
         ("drop", {"router_init": "tied", "shards": 2, "experts": 7}, "does not divide the number of experts (7)"),
         ("drop", {"shared_weights": "reinit"}, "--shared-weights reinit: random weights everywhere are for"),
         ("sparse", {"shared_weights": "random-specialist"}, "--method sparse has no specialists"),
+        (
+            "sparse",
+            {"drop_ratio": 0.3},
+            "--drop-ratio 0.3: --method sparse does not use it; leave it out, or use --meth",
+        ),
+        ("divmoe", {"drop_indices": "per-matrix"}, "--drop-indices per-matrix: --method divmoe does not use it"),
         ("sparse", {"layers": "every:3"}, "--layers every:3: no layer would become MoE"),
         ("sparse", {"layers": "0-2"}, "--layers 0-2: the base has no layer 2; its 2 layers are 0 to 1"),
         ("sparse", {"layers": "1-0"}, "--layers 1-0: the range 1-0 runs backwards"),
@@ -294,11 +300,11 @@ def test_a_value_outside_the_range_of_float16_is_refused(folders, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", ["virtual_group", "drop"])
-def test_a_value_that_scaling_makes_infinite_is_refused(tmp_path, dtype, method):
+@pytest.mark.parametrize("settings", [{"method": "virtual_group"}, {"method": "drop", "drop_ratio": 0.0}])
+def test_a_value_that_scaling_makes_infinite_is_refused(tmp_path, dtype, settings):
     base = save_tiny(tmp_path / "base", "llama", dtype=dtype)
     change_weights(base, lambda tensors: tensors["model.layers.0.mlp.down_proj.weight"].fill_(3e38))
-    recipe = UpcycleRecipe(base=str(base), method=method, experts=8, shards=4, top_k=4, drop_ratio=0.0)
+    recipe = UpcycleRecipe(base=str(base), experts=8, shards=4, top_k=4, **settings)
     message = refusal(recipe, tmp_path)
     assert "model.layers.0.mlp.experts.down_proj" in message
     assert "--scale" in message
@@ -386,3 +392,30 @@ def test_auto_router_falls_back_and_says_why(folders, tmp_path):
     assert any("--shards 3 does not divide the number of domains (4)" in line for line in result.notices)
     result = upcycle(recipe_for(folders, top_k=3), tmp_path / "out2", quiet=True)
     assert any("--top-k 3 is not a multiple of --shards 2" in line for line in result.notices)
+
+
+def test_some_identical_specialists_are_named(folders, tmp_path):
+    twice = [folders[0], folders[1], folders[2], folders[1], folders[3]]
+    result = upcycle(recipe_for(twice), tmp_path / "out", quiet=True)
+    assert [line for line in result.summary["notices"] if "identical" in line] == [
+        "the specialists s0, s2 have the same FFN weights: the experts are identical until they are trained"
+    ]
+
+
+def test_a_dry_run_promises_no_less_than_it_can_know(folders, tmp_path):
+    recipe = recipe_for([folders[0]] * 5)
+    dry = upcycle(recipe, tmp_path / "out", quiet=True, dry_run=True)
+    assert dry.statement.code == "D3"
+    assert any(line.startswith("D3 or better: ") for line in dry.lines)
+    assert any("nothing was read" in line for line in dry.summary["notices"])
+    real = upcycle(recipe, tmp_path / "out", quiet=True)
+    assert real.statement.code == "D2"
+    assert not any("or better" in line for line in real.lines)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_files_beside_the_weights_that_are_broken(folders, tmp_path, dry_run):
+    (folders[0] / "generation_config.json").write_text("{")
+    with pytest.raises(MoesaicError, match=r"generation_config.json: not JSON"):
+        upcycle(recipe_for(folders, "sparse"), tmp_path / "out", quiet=True, dry_run=dry_run)
+    assert not (tmp_path / "out").exists()

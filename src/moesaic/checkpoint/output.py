@@ -76,7 +76,10 @@ def require_disk(path: str | Path, nbytes: int) -> None:
     while not existing.exists():
         existing = existing.parent
     with explained(existing):
-        free = shutil.disk_usage(existing).free
+        usage = shutil.disk_usage(existing)
+    free = usage.free
+    if not usage.total:
+        raise MoesaicError(f"{path}: {existing} is not on a disk (it has no space at all); choose another target")
     if free < nbytes:
         raise MoesaicError(
             f"{path}: needs {_readable(nbytes)} of disk, {_readable(free)} are free; free space or choose another disk"
@@ -104,6 +107,9 @@ def check_target(target: str | Path, overwrite: bool = False, *, sources: Iterab
             raise MoesaicError(f"{target}: lies inside the source {source}; choose a target beside it")
         if folder.is_relative_to(final):
             raise MoesaicError(f"{target}: contains the source {source}; choose another target")
+    nearest = next(folder for folder in final.parents if os.path.lexists(folder))
+    if not nearest.is_dir():
+        raise MoesaicError(f"{target}: {nearest} is a file, not a folder; choose another target")
     _refuse_existing(final, overwrite)
     return final
 

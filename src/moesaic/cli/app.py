@@ -4,7 +4,6 @@ import os
 import signal
 import traceback
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from cyclopts import App, Parameter
@@ -100,7 +99,5 @@ def _unknown_option(error: UnknownOptionError) -> str:
     text = str(error)
     if "Did you mean" in text:
         return text
-    options = [name for argument in error.argument_collection for name in argument.names if name.startswith("--")]
-    near = get_close_matches(error.token.keyword or error.token.value, options, n=1, cutoff=0.5)
     verb = " ".join(["moesaic", *(error.command_chain or ())])
-    return f"{text} {f'Did you mean {near[0]}?' if near else f'`{verb} --help` lists all.'}"
+    return f"{text} `{verb} --help` lists all."

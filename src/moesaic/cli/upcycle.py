@@ -93,7 +93,7 @@ class Settings:
     ] = None
     shard_size: Annotated[
         str | None,
-        Parameter(help="Largest weight file, with a unit: 500MB, 5GB, 2GiB [default: 5GB].", metavar="SIZE"),
+        Parameter(help="Largest weight file: 500MB, 5GB, 2GiB, or a number of bytes [default: 5GB].", metavar="SIZE"),
     ] = None
     seed: Annotated[int | None, Parameter(help="Seed of every random number [default: 0].")] = None
     allow_nonfinite: Annotated[
@@ -128,6 +128,8 @@ def command(
     flags = _flags(settings)
     if config is not None and out is None and base is not None:
         base, out = None, Path(base)  # a single folder is OUT
+    if base is not None and not base.strip():
+        raise MoesaicError("BASE: is empty; give a folder or a hub id (org/name)")
     if base is not None:
         flags["base"] = base
     if out is None or (config is None and base is None):

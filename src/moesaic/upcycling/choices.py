@@ -74,6 +74,7 @@ def choose(
         MoesaicError: a flag does not fit the method, the base or another flag.
     """
     method = METHODS[recipe.method]
+    _refuse_unused(recipe, method)
     count = _specialists(recipe, method)
     shards = _shards(recipe, method, intermediate)
     experts = _experts(recipe, method, count, shards)
@@ -109,6 +110,19 @@ def choose(
         ),
     )
     return Choices(layer=layer, scale=scale, shared_weights=_shared_weights(recipe, method), notices=notices)
+
+
+def _refuse_unused(recipe: UpcycleRecipe, method: Method) -> None:
+    """Refuse settings of other methods where they differ from the default; a recorded recipe has them all."""
+    for other in METHODS.values():
+        for key in other.settings:
+            value = getattr(recipe, key)
+            if key not in method.settings and value != UpcycleRecipe.__dataclass_fields__[key].default:
+                flag = f"--{key.replace('_', '-')}"
+                raise MoesaicError(
+                    f"{flag} {value}: --method {method.name} does not use it; leave it out, or use "
+                    f"--method {other.name}"
+                )
 
 
 def _specialists(recipe: UpcycleRecipe, method: Method) -> int:
@@ -196,6 +210,8 @@ def _router(
     uneven = f"--top-k {top_k} is not a multiple of --shards {shards}"
     if problem and not auto:
         raise MoesaicError(f"--router-init {wanted}: {problem}; use --router-init random")
+    if wanted in ("tied", "latin_square") and shards == 1 and not auto:
+        return wanted, (f"--router-init {wanted}: with whole FFNs (--shards 1) its rows are those of random",)
     if wanted == "latin_square" and auto and (problem or top_k % shards):
         return "random", (
             f"--router-init auto: random rows, because {problem or uneven}; the shards that a token uses need not be "

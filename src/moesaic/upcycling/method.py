@@ -83,6 +83,8 @@ class Method:
     """Whether everything else may be drawn at random too (`--shared-weights reinit`)."""
     preserves: bool
     """Whether experts are unchanged shards, so that a statement about the result can hold at all."""
+    settings: tuple[str, ...] = ()
+    """Keys of the recipe that only this method uses; with the others they are refused."""
     copies: Callable[[int, int], Shard] | None = None
     """(expert, M) -> the shard that the expert is an exact copy of."""
     make: MakeExpert | None = None

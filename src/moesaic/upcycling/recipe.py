@@ -69,7 +69,7 @@ class UpcycleRecipe:
     dtype: DtypeName = "auto"
     """Data type of the result; `auto` keeps the base's."""
     shard_size: str = "5GB"
-    """Largest file of weights, in bytes with a unit: `500MB`, `5GB`, `2GiB`."""
+    """Largest file of weights, with a unit (`500MB`, `5GB`, `2GiB`) or a number of bytes."""
     seed: int = 0
     """Seed of every random number; not negative."""
     allow_nonfinite: bool = False

@@ -10,6 +10,9 @@ from moesaic.progress import amount
 from moesaic.upcycling.layout import UpcyclePlan
 from moesaic.upcycling.statement import Statement
 
+UNREAD = "nothing was read: where the specialists turn out to have equal weights, more is preserved than said here"
+"""What a dry run adds to its statement."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class UpcycleResult:
@@ -68,7 +71,7 @@ class UpcycleResult:
             f"{len(plan.moe_layers)} of {plan.base.num_layers} layers, routing {layer.routing}, "
             f"router {layer.router_init}",
             f"{total:,} parameters, {active:,} active per token",
-            f"{self.statement.code}: {self.statement.text}",
+            f"{self.statement.code}{' or better' if UNREAD in self.notices else ''}: {self.statement.text}",
         ]
 
 

@@ -32,7 +32,7 @@ from moesaic.upcycling.layout import UpcyclePlan
 from moesaic.upcycling.method import BASE
 from moesaic.upcycling.recipe import UpcycleRecipe
 from moesaic.upcycling.resolve import resolve
-from moesaic.upcycling.result import UpcycleResult, config_text
+from moesaic.upcycling.result import UNREAD, UpcycleResult, config_text
 from moesaic.upcycling.statement import Statement, statement
 from moesaic.upcycling.stream import Target
 
@@ -82,18 +82,17 @@ def upcycle(
     require_disk(out, plan.files.nbytes + side_bytes + _SMALL_FILES_BYTES)
     if dry_run:
         promise = statement(plan.layer, identical=len(plan.ffn_sources()) == 1)
-        return UpcycleResult(out=None, plan=plan, statement=promise, notices=plan.notices, seconds=0.0)
+        unread = (UNREAD,) if plan.specialists else ()
+        return UpcycleResult(out=None, plan=plan, statement=promise, notices=(*plan.notices, *unread), seconds=0.0)
     count = workers or min(len(os.sched_getaffinity(0)), 8)
     with (
         output_folder(out, overwrite, sources=folders) as folder,
         _one_thread_per_job(),
     ):
         hashes = _check_sources(plan, count, quiet)
-        if plan.specialists and _equal_ffns(plan, hashes, plan.expert_sources()):
-            notices.append(
-                "all specialists have the same FFN weights: the experts are identical until they are trained"
-            )
-            notice(notices[-1], quiet=quiet)
+        for line in _equal_specialists(plan, hashes):
+            notices.append(line)
+            notice(line, quiet=quiet)
         promise = statement(plan.layer, identical=_equal_ffns(plan, hashes, plan.ffn_sources()))
         written = _write(plan, folder, count, quiet)
         _write_small_files(plan, folder, hashes, written, promise)
@@ -140,16 +139,28 @@ def _scan(tensors: list[list[TensorInfo]], workers: int, quiet: bool, allow_nonf
 
 def _equal_ffns(plan: UpcyclePlan, hashes: Hashes, sources: Sequence[int]) -> bool:
     """Whether these sources have the same FFN weights in all MoE layers."""
-    ffns = [
-        [
-            hashes[source][rows.info.name]
-            for layer in plan.moe_layers
-            for rows in vars(plan.ffns(layer)[source]).values()
-            if rows is not None
-        ]
-        for source in sources
-    ]
-    return all(hashes_of == ffns[0] for hashes_of in ffns)
+    return len({_ffn_hashes(plan, hashes, source) for source in sources}) == 1
+
+
+def _ffn_hashes(plan: UpcyclePlan, hashes: Hashes, source: int) -> tuple[str, ...]:
+    """Hashes of the tensors that hold one source's FFNs of the MoE layers."""
+    return tuple(
+        hashes[source][rows.info.name]
+        for layer in plan.moe_layers
+        for rows in vars(plan.ffns(layer)[source]).values()
+        if rows is not None
+    )
+
+
+def _equal_specialists(plan: UpcyclePlan, hashes: Hashes) -> list[str]:
+    """One sentence for each set of specialists whose FFNs are the same weights."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for source, specialist in enumerate(plan.recipe.specialists, start=BASE + 1):
+        names.setdefault(_ffn_hashes(plan, hashes, source), []).append(specialist.name)
+    everyone = len(plan.recipe.specialists)
+    equal = [same for same in names.values() if len(same) > 1]
+    whose = ["all specialists" if len(same) == everyone else f"the specialists {', '.join(same)}" for same in equal]
+    return [f"{who} have the same FFN weights: the experts are identical until they are trained" for who in whose]
 
 
 def _write(plan: UpcyclePlan, folder: Path, workers: int, quiet: bool) -> Written:

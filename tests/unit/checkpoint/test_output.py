@@ -361,3 +361,16 @@ def test_handlers_are_put_back_and_threads_work(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert names(tmp_path) == ["out", "threaded"]
+
+
+def test_a_file_on_the_way_to_the_target_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mk.py").write_text("")
+    for target in (tmp_path / "mk.py" / "x", tmp_path / "mk.py" / "x" / "y"):
+        with pytest.raises(MoesaicError, match=r"mk\.py is a file, not a folder"), output_folder(target):
+            pass
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system without any space")
+def test_a_target_that_is_on_no_disk() -> None:
+    with pytest.raises(MoesaicError, match=r"/proc/x: /proc is not on a disk"):
+        require_disk("/proc/x", 1)

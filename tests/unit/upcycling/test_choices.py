@@ -58,6 +58,8 @@ def test_default_top_k(method, count, more, top_k):
         ("divmoe", 4, {"router_init": "zeros"}, "zeros", "takes shard 0 of each group"),
         ("divmoe", 4, {"router_init": "tied"}, "tied", "takes shard 0 of each group"),
         ("divmoe", 4, {"router_init": "random"}, "random", None),
+        ("sparse", 0, {"router_init": "tied"}, "tied", "with whole FFNs (--shards 1) its rows are those of random"),
+        ("btx", 4, {"router_init": "latin_square"}, "latin_square", "its rows are those of random"),
     ],
 )
 def test_router(method, count, more, router, notice):

@@ -72,5 +72,6 @@ DROP = Method(
     scaled=True,
     reinit=False,
     preserves=False,
+    settings=("drop_ratio", "drop_indices"),
     make=make,
 )
