@@ -3,6 +3,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from moesaic.cli.app import run
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
@@ -30,9 +31,10 @@ def test_the_card_says_how_to_make_the_same_again(made, tmp_path):
 
 
 def test_the_card_has_the_figures_and_escapes_names(made):
-    text = (made / "README.md").read_text()
-    assert "library_name: transformers" in text
-    assert "base_model" not in text  # folders are no hub ids
+    _, front, text = (made / "README.md").read_text().split("---\n", maxsplit=2)
+    bases = yaml.safe_load(front)["base_model"]
+    assert yaml.safe_load(front)["library_name"] == "transformers"
+    assert bases == [source["name"] for source in json.loads((made / "moesaic.json").read_text())["sources"]][:2]
     assert "<b>" not in text.split("```")[0]
     assert "| Routed experts per MoE layer | 4, 2 active per token |" in text
     assert "trust_remote_code=True" in text
