@@ -18,8 +18,8 @@ from moesaic.expansion.operators import EXPERT_OPERATORS, ROUTER_OPERATORS
 from moesaic.expansion.resolve import ExpandPlan
 from moesaic.expansion.router import duplicate_noise, duplicates_of, grown_rows, zero_sum_noise
 from moesaic.expansion.statement import Statement, statement
+from moesaic.families.counting import count_shapes
 from moesaic.families.moe import ExpertTensor, MoELayerTensors
-from moesaic.planning.counting import count_shapes
 from moesaic.upcycling.randomness import generator
 
 Sources = Mapping[int, Sequence[int]]

@@ -1,6 +1,6 @@
 """`plan`: sizes and costs of checkpoints and recipes from headers and configs alone. Imports no torch."""
 
-from moesaic.planning.counting import ParameterCount, count_parameters
+from moesaic.families.counting import ParameterCount, count_parameters
 from moesaic.planning.planner import plan
 from moesaic.planning.report import PlanReport
 

@@ -2,8 +2,8 @@
 
 from moesaic.checkpoint.headers import tensor_bytes
 from moesaic.checkpoint.source import Checkpoint, open_headers
+from moesaic.families.counting import count_shapes
 from moesaic.planning.costs import flops_per_token, kv_cache_bytes, memory_to_convert
-from moesaic.planning.counting import count_shapes
 from moesaic.planning.report import PlanReport, number
 from moesaic.upcycling.layout import UpcyclePlan
 from moesaic.upcycling.recipe import UpcycleRecipe

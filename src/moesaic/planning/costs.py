@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moesaic.planning.counting import Shapes, count_shapes, is_embedding, layer_of
+from moesaic.families.counting import Shapes, count_shapes, is_embedding, layer_of
 
 FLOPS_FORMULA = (
     "2 per weight of every active matrix (output head included, embedding lookup not) + per attention layer "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from moesaic.checkpoint.source import Checkpoint, open_headers
 from moesaic.errors import MoesaicError
 from moesaic.planning.checkpoints import plan_checkpoint
+from moesaic.planning.conversion import plan_upcycle
 from moesaic.planning.report import PlanReport
 from moesaic.recipe import load_recipe
 from moesaic.recipe_yaml import parse_yaml, read_yaml
@@ -23,18 +24,11 @@ RecipePlan = Callable[[Path | Mapping[str, Any], str, int], "PlanReport | TrainP
 
 
 def _plan_upcycle_recipe(source: Path | Mapping[str, Any], subject: str, context: int) -> PlanReport:
-    return _plan_upcycle(load_recipe(UpcycleRecipe, source), subject, context)
-
-
-def _plan_upcycle(recipe: UpcycleRecipe, subject: str, context: int) -> PlanReport:
-    # `upcycling.layout` counts on `planning.shapes`: imported at the top, the two packages would wait for each other.
-    from moesaic.planning.conversion import plan_upcycle
-
-    return plan_upcycle(recipe, subject=subject, context=context)
+    return plan_upcycle(load_recipe(UpcycleRecipe, source), subject=subject, context=context)
 
 
 def _plan_train_recipe(source: Path | Mapping[str, Any], subject: str, context: int) -> "TrainPlan":
-    # As above: `training.planning` counts on this package.
+    # `training.planning` counts on this package: imported at the top, the two would wait for each other.
     from moesaic.training.planning import plan_train
     from moesaic.training.recipe import TrainRecipe
 
@@ -68,7 +62,7 @@ def plan(
     if isinstance(source, Checkpoint):
         return plan_checkpoint(source, context=context)
     if isinstance(source, UpcycleRecipe):
-        return _plan_upcycle(source, f"{source.method} of {source.base}", context)
+        return plan_upcycle(source, subject=f"{source.method} of {source.base}", context=context)
     if isinstance(source, Mapping):
         return _plan_recipe(source, source, "recipe", context)
     path = Path(source)

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from moesaic.families.counting import ParameterCount
 from moesaic.planning.costs import FLOPS_FORMULA
-from moesaic.planning.counting import ParameterCount
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from moesaic.planning.counting import ParameterCount
+from moesaic.families.counting import ParameterCount
 from moesaic.recipe import dump_recipe
 from moesaic.training.recipe import TrainRecipe
 

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moesaic.checkpoint.source import open_headers
+from moesaic.families.counting import ParameterCount, Shapes, count_shapes, is_routed, layer_of
+from moesaic.families.shapes import config_shapes
 from moesaic.planning.checkpoints import language_config
 from moesaic.planning.costs import attention_layers, flops_per_token
-from moesaic.planning.counting import ParameterCount, Shapes, count_shapes, is_routed, layer_of
 from moesaic.planning.report import number, size
-from moesaic.planning.shapes import config_shapes
 from moesaic.training.recipe import ScratchModel, TrainRecipe
 from moesaic.training.scratch import scratch_config
 

@@ -19,8 +19,8 @@ from moesaic.checkpoint.provenance import copy_side_files, read_provenance, sour
 from moesaic.checkpoint.reader import DTYPE_CODES
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter
+from moesaic.families.counting import count_shapes
 from moesaic.modeling.names import modeling_file
-from moesaic.planning.counting import count_shapes
 from moesaic.recipe import recipe_values
 from moesaic.training.card import model_card
 from moesaic.training.model import TrainedModel

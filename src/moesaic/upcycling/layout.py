@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moesaic.checkpoint.layout import Layout, OutputTensor
+from moesaic.families.counting import layer_of
+from moesaic.families.shapes import config_shapes
 from moesaic.modeling.names import class_names
-from moesaic.planning.counting import layer_of
-from moesaic.planning.shapes import config_shapes
 from moesaic.upcycling.choices import LayerSpec
 from moesaic.upcycling.method import BASE
 from moesaic.upcycling.recipe import SharedWeights, UpcycleRecipe

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moesaic.planning.counting import count_shapes
+from moesaic.families.counting import count_shapes
 from moesaic.progress import amount
 from moesaic.upcycling.layout import UpcyclePlan
 from moesaic.upcycling.statement import Statement

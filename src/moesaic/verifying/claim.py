@@ -9,7 +9,7 @@ from moesaic.checkpoint.provenance import PROVENANCE_FILE, read_provenance
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.families.dense import DenseModel
-from moesaic.planning.shapes import MOE_PREFIX
+from moesaic.families.shapes import MOE_PREFIX
 from moesaic.recipe import load_recipe
 from moesaic.upcycling.choices import LayerSpec, choose
 from moesaic.upcycling.recipe import UpcycleRecipe

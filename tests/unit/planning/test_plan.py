@@ -10,10 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moesaic.checkpoint.layout import OutputTensor, plan_files
 from moesaic.errors import MoesaicError
+from moesaic.families.shapes import config_shapes
 from moesaic.planning import PlanReport, plan
 from moesaic.planning.planner import RECIPES
 from moesaic.planning.report import duration, number, size
-from moesaic.planning.shapes import config_shapes
 from moesaic.recipe_yaml import parse_yaml
 from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from moesaic.checkpoint.layout import OutputTensor, plan_files
+from moesaic.families.shapes import config_shapes
 from moesaic.modeling.names import class_names
 from moesaic.planning import plan
-from moesaic.planning.shapes import config_shapes
 from moesaic.recipe_yaml import parse_yaml
 from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.training.api import load_train_recipe

@@ -5,9 +5,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moesaic.errors import MoesaicError
+from moesaic.families.counting import count_shapes, is_routed
 from moesaic.families.dense_table import FAMILIES
 from moesaic.planning import count_parameters
-from moesaic.planning.counting import count_shapes, is_routed
 
 TINY = {
     "hidden_size": 32,

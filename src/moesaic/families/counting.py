@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moesaic.errors import MoesaicError
-from moesaic.planning.shapes import config_shapes
+from moesaic.families.shapes import config_shapes
 
 Shapes = Mapping[str, tuple[int, ...]]
 
