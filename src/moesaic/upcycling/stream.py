@@ -45,7 +45,7 @@ class Target:
                 f"{name}: a value is outside the range of {str(converted.dtype).removeprefix('torch.')}; "
                 "use --dtype bfloat16 or float32, another --scale, or --allow-nonfinite"
             )
-        self.writer.write(name, bytes_N, start)
+        self.writer.write(name, converted, start)
         self.tick(converted.nbytes)
 
     def copy_rows(self, rows: RowRange, name: str, start: int, factor: float = 1.0) -> None:

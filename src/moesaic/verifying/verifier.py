@@ -58,6 +58,7 @@ def verify(
     Raises:
         MoesaicError: the target was made by neither, or not from this source; a text that cannot be read.
     """
+    open_checkpoint(source)  # of two that cannot be opened, the first is the one to name
     check = verify_expanded if is_expanded(target) else verify_upcycled
     return check(source, target, text=text, device=device, batch_size=batch_size, dtype=dtype, quiet=quiet)
 

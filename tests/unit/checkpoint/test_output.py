@@ -263,15 +263,18 @@ def as_nobody() -> None:
 def test_read_only_parent(tmp_path: Path) -> None:
     parent = tmp_path / "locked"
     parent.mkdir()
-    for folder in (tmp_path, *tmp_path.parents[:2]):
+    below_tmp = [folder for folder in tmp_path.parents if folder.name.startswith(("pytest-", "popen-"))]
+    for folder in (tmp_path, *below_tmp):
         folder.chmod(0o755)
-    parent.chmod(0o555)
 
     def attempt() -> None:
         as_nobody()
         build(parent / "out")
 
-    assert "permission denied" in in_child(attempt)
+    for mode in (0o555, 0o000):  # not writable; not even to be looked into
+        parent.chmod(mode)
+        assert "permission denied" in in_child(attempt)
+    parent.chmod(0o700)
     assert names(parent) == []
 
 
@@ -334,8 +337,9 @@ def test_require_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signals_clean_up(number: signal.Signals, tmp_path: Path) -> None:
     code = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
         "from moesaic.checkpoint.output import output_folder\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job inherits SIG_IGN
         "with output_folder(sys.argv[1]) as folder:\n"
         "    (folder / 'x').touch()\n"
         "    print('ready', flush=True)\n"
