@@ -20,6 +20,7 @@ from moesaic.cli import app as cli
 from moesaic.errors import MoesaicError
 from moesaic.recipes import shipped_recipes
 from moesaic.upcycling.recipe import UpcycleRecipe
+from moesaic.workers import MOST_WORKERS
 from tests.tiny_models import VOCABULARY, save_tiny
 
 VERBS = ["upcycle", "train", "expand", "verify", "plan", "generate", "recipes", "recipes list", "recipes show"]
@@ -116,6 +117,13 @@ def test_every_key_of_the_recipe_is_an_option(call):
     _, out, _ = call("upcycle", "--help")
     keys = set(UpcycleRecipe.__dataclass_fields__) - {"base", "specialists"} | {"specialist"}
     assert all(f"--{key.replace('_', '-')}" in out for key in keys)
+
+
+@pytest.mark.parametrize("verb", ["upcycle", "expand"])
+def test_help_says_how_many_threads_there_are_by_default(call, verb):
+    assert f"[default: one per core, at most {MOST_WORKERS}]" in " ".join(
+        call(verb, "--help")[1].replace("│", " ").split()
+    )
 
 
 def test_version(call):

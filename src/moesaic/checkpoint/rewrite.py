@@ -40,6 +40,7 @@ from moesaic.checkpoint.writer import CheckpointWriter, Written
 from moesaic.modeling.names import modeling_file
 from moesaic.progress import progress
 from moesaic.recipe import dump_recipe, recipe_values
+from moesaic.workers import default_workers
 
 _BLOCK_BYTES = 4 << 20
 _SMALL_FILES_BYTES = 1 << 20
@@ -96,7 +97,7 @@ def rewrite(
         MoesaicError: a NaN in a source, a full disk, a target that exists.
     """
     check_space(plan, out)
-    count = workers or min(len(os.sched_getaffinity(0)), 8)
+    count = workers or default_workers()
     paths = [checkpoint.path for _, checkpoint in plan.sources]
     with output_folder(out, overwrite, sources=paths) as folder, one_thread_per_job():
         hashes = _check_sources(plan, count, quiet)

@@ -1,11 +1,11 @@
 """What a model costs to run: FLOPs per token and bytes of memory, from tensor shapes and the config (no torch)."""
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moesaic.families.counting import Shapes, count_shapes, is_embedding, layer_of
+from moesaic.workers import default_workers
 
 FLOPS_FORMULA = (
     "2 per weight of every active matrix (output head included, embedding lookup not) + per attention layer "
@@ -108,7 +108,7 @@ def memory_to_convert(made_expert_bytes: int = 0, workers: int | None = None) ->
             which needs blocks of a few MB only.
         workers: threads; default: what `upcycle` takes, one per core, at most 8.
     """
-    workers = workers or min(len(os.sched_getaffinity(0)), 8)
+    workers = workers or default_workers()
     return STREAMING_BYTES + workers * (WORKER_BYTES + round(MADE_EXPERT_COPIES * made_expert_bytes))
 
 

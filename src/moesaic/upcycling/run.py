@@ -1,6 +1,5 @@
 """The conversion: `upcycle(recipe, out)`."""
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -35,6 +34,7 @@ from moesaic.upcycling.resolve import resolve
 from moesaic.upcycling.result import UNREAD, UpcycleResult, config_text
 from moesaic.upcycling.statement import Statement, statement
 from moesaic.upcycling.stream import Target
+from moesaic.workers import default_workers
 
 _SMALL_FILES_BYTES = 1 << 20
 """config.json, moesaic.json, recipe, card, code: a generous bound."""
@@ -84,7 +84,7 @@ def upcycle(
         promise = statement(plan.layer, identical=len(plan.ffn_sources()) == 1)
         unread = (UNREAD,) if plan.specialists else ()
         return UpcycleResult(out=None, plan=plan, statement=promise, notices=(*plan.notices, *unread), seconds=0.0)
-    count = workers or min(len(os.sched_getaffinity(0)), 8)
+    count = workers or default_workers()
     with (
         output_folder(out, overwrite, sources=folders) as folder,
         _one_thread_per_job(),
