@@ -1,12 +1,8 @@
 """The conversion: `upcycle(recipe, out)`."""
 
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from moesaic.checkpoint.card import write_card
 from moesaic.checkpoint.headers import TensorInfo
@@ -14,19 +10,17 @@ from moesaic.checkpoint.output import check_target, output_folder, require_disk
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.provenance import (
     check_side_files,
-    combine,
     copy_side_files,
-    source_record,
-    weights_hash,
     write_provenance,
 )
+from moesaic.checkpoint.rewrite import one_thread_per_job, run_jobs, source_records
 from moesaic.checkpoint.scan import scan
 from moesaic.checkpoint.writer import CheckpointWriter, Written
 from moesaic.modeling.names import modeling_file
 from moesaic.progress import notice, progress
 from moesaic.recipe import dump_recipe, recipe_values
 from moesaic.upcycling.card import model_card
-from moesaic.upcycling.jobs import Job, jobs
+from moesaic.upcycling.jobs import jobs
 from moesaic.upcycling.layout import UpcyclePlan
 from moesaic.upcycling.method import BASE
 from moesaic.upcycling.recipe import UpcycleRecipe
@@ -87,7 +81,7 @@ def upcycle(
     count = workers or default_workers()
     with (
         output_folder(out, overwrite, sources=folders) as folder,
-        _one_thread_per_job(),
+        one_thread_per_job(),
     ):
         hashes = _check_sources(plan, count, quiet)
         for line in _equal_specialists(plan, hashes):
@@ -103,17 +97,6 @@ def upcycle(
         notices=tuple(notices),
         seconds=time.monotonic() - started,
     )
-
-
-@contextmanager
-def _one_thread_per_job() -> Iterator[None]:
-    """Jobs run in parallel already; and a reduction's bits must not depend on the number of threads inside torch."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _check_sources(plan: UpcyclePlan, workers: int, quiet: bool) -> Hashes:
@@ -176,22 +159,8 @@ def _write(plan: UpcyclePlan, folder: Path, workers: int, quiet: bool) -> Writte
             allow_nonfinite=plan.recipe.allow_nonfinite,
             tick=tick,
         )
-        _run(jobs(plan, target), target, workers)
+        run_jobs([job.run for job in jobs(plan, target)], target.stop, workers)
         return writer.finish(workers)
-
-
-def _run(work: Sequence[Job], target: Target, workers: int) -> None:
-    """Run all jobs; the first that fails ends the others and is raised."""
-    with ThreadPoolExecutor(workers, thread_name_prefix="upcycle") as pool:
-        futures = [pool.submit(job.run) for job in work]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-            failed = next((future for future in futures if future.done() and future.exception()), None)
-            if failed is not None:
-                failed.result()
-        finally:
-            target.stop.set()
-            pool.shutdown(cancel_futures=True)
 
 
 def _write_small_files(plan: UpcyclePlan, folder: Path, hashes: Hashes, written: Written, promise: Statement) -> None:
@@ -208,22 +177,7 @@ def _write_small_files(plan: UpcyclePlan, folder: Path, hashes: Hashes, written:
         with explained(path):
             path.write_text(text, encoding="utf-8")
     roles = ["base", *(specialist.name for specialist in plan.recipe.specialists)]
-    records = []
-    for role, checkpoint, found in zip(roles, checkpoints, hashes, strict=True):
-        complete = combine(checkpoint, found) if found.keys() == checkpoint.tensors.keys() else None
-        used = [
-            (info.name, info.dtype, info.shape, found[info.name])
-            for info in checkpoint.tensors.values()
-            if info.name in found
-        ]
-        records.append(
-            {
-                "role": role,
-                **source_record(checkpoint, complete),
-                "used_tensors": len(used),
-                "used_hash": weights_hash(used),
-            }
-        )
+    records = source_records(list(zip(roles, checkpoints, strict=True)), hashes)
     write_provenance(
         folder,
         verb="upcycle",
