@@ -14,6 +14,7 @@ memory of any run.
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -55,11 +56,18 @@ def make_checkpoint(folder: Path, *, seed: int, layers: int) -> None:
 
 
 def prepare(work: Path, layers: int) -> list[Path]:
-    """The base and the four specialists below `work`, made once."""
+    """The base and the four specialists below `work`, made once.
+
+    In processes of their own: the peak memory that Linux reports for a command starts with its parent's.
+    """
     folders = [work / f"source-{layers}-{seed}" for seed in range(5)]
     for seed, folder in enumerate(folders):
         if not (folder / "config.json").exists():
-            make_checkpoint(folder, seed=seed, layers=layers)
+            options = {"folder": folder, "seed": seed, "layers": layers}
+            process = multiprocessing.get_context("spawn").Process(target=make_checkpoint, kwargs=options)
+            process.start()
+            process.join()
+            assert process.exitcode == 0, folder
     return folders
 
 
