@@ -87,9 +87,9 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """The rows for people."""
-    result = Table(title="Held-out loss (nats per token) before and after training")
-    for column in ("model", "domain", "before", "after", "standard error", "load entropy", "dead experts"):
-        result.add_column(column)
+    result = Table(title="Held-out loss (nats per token) before and after training; use of experts after it")
+    for column in ("model", "domain", "before", "after", "error", "entropy", "unused"):
+        result.add_column(column, no_wrap=column in ("model", "domain"))
     for row in rows:
         entropy, dead = row["load_entropy"], row["dead_experts"]
         result.add_row(

@@ -5,7 +5,6 @@ import inspect
 import json
 import pkgutil
 import pydoc_data.topics
-import sys
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,13 @@ from transformers import PreTrainedTokenizerFast
 
 VOCABULARY = 1024
 _PACKAGES = ("asyncio", "json", "email", "html", "http", "logging", "importlib", "unittest", "concurrent", "xml")
+_DOCUMENTED = (
+    "argparse", "ast", "asyncio", "bisect", "calendar", "collections", "configparser", "csv", "datetime", "decimal",
+    "difflib", "email.message", "enum", "functools", "heapq", "html", "http.client", "inspect", "itertools", "json",
+    "logging", "math", "operator", "os", "pathlib", "pickle", "random", "re", "shutil", "socket", "statistics",
+    "string", "struct", "subprocess", "tarfile", "tempfile", "textwrap", "threading", "time", "tokenize", "traceback",
+    "types", "typing", "unittest", "urllib.parse", "uuid", "weakref", "zipfile",
+)  # fmt: skip
 _LENGTH = 2000
 """Characters of a document, at most."""
 
@@ -29,9 +35,9 @@ def _source_files() -> Iterator[str]:
 
 
 def _docstrings() -> Iterator[str]:
-    """Short prose: the documentation of modules that the demo has imported anyway."""
-    for name in sorted(sys.stdlib_module_names & sys.modules.keys()):
-        for value in vars(sys.modules[name]).values():
+    """Short prose: what the functions and classes of common modules say of themselves."""
+    for name in _DOCUMENTED:
+        for value in vars(importlib.import_module(name)).values():
             if (inspect.isroutine(value) or inspect.isclass(value)) and (text := inspect.getdoc(value)):
                 yield text
 
