@@ -87,13 +87,14 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """The rows for people."""
-    result = Table(title="Held-out loss (nats per token) before and after training; use of experts after it")
-    for column in ("model", "domain", "before", "after", "error", "entropy", "unused"):
-        result.add_column(column, no_wrap=column in ("model", "domain"))
+    result = Table(title="Held-out loss (nats per token) before and after training")
+    for column in ("model", "domain", "before", "after", "std. error", "load entropy", "unused experts"):
+        result.add_column(column, no_wrap=column == "model")
     for row in rows:
         entropy, dead = row["load_entropy"], row["dead_experts"]
         result.add_row(
-            row["model"], row["domain"], f"{row['before']:.3f}", f"{row['after']:.3f}", f"{row['standard_error']:.3f}",
+            row["model"].partition("-")[0], row["domain"],
+            f"{row['before']:.3f}", f"{row['after']:.3f}", f"{row['standard_error']:.3f}",
             "" if entropy is None else f"{entropy:.3f}", "" if dead is None else str(dead),
         )  # fmt: skip
     return result
