@@ -97,7 +97,7 @@ def test_twenty_kills(base, tmp_path, mode):
     assert len(report["outcomes"]) == 20
     before = "absent" if mode == "new" else "old"
     assert set(report["outcomes"]) <= {before, "new"}, report
-    assert report["outcomes"].count(before) >= 5  # the kills did hit conversions that were not finished
+    assert report["outcomes"].count(before) >= 10  # the kills did hit conversions that were not finished
     assert report["leftovers"] > 0  # and some of them while they were writing
     assert report["final"] == "new"
     assert report["after"] == ["new", "old", "target"]  # the next run has removed what the killed ones left

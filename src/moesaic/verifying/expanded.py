@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.checkpoint.provenance import PROVENANCE_FILE, TOKENIZER_FILES, fingerprint, read_provenance, side_files
+from moesaic.checkpoint.provenance import PROVENANCE_FILE, fingerprint, read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.errors import MoesaicError
-from moesaic.loading import load, load_tokenizer
-from moesaic.progress import Tick, progress
+from moesaic.loading import load
+from moesaic.progress import progress
+from moesaic.verifying.measure import run_logits
 from moesaic.verifying.report import Check
-from moesaic.verifying.text import default_text, random_tokens, read_text, text_tokens
+from moesaic.verifying.text import tokens_for
 
 _PROMISES = "E1", "E2", "E3"
 _LIMITS = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
@@ -106,14 +107,15 @@ def verify_expanded(
         raise MoesaicError(f"{target}: has another vocabulary than {source}; give the checkpoint that was expanded")
     record = read_provenance(after.path)
     assert record is not None
-    tokens_BL, described = _tokens(before, after, text)
+    tokens_BL, described = tokens_for(before, after, text, vocab=int(before.config["vocab_size"]))
     with progress(2 * tokens_BL.numel(), unit="tokens", label="verifying", quiet=quiet) as tick:
         model = load(source, device=device, dtype=dtype or "float32")
         run_dtype = model.dtype
-        logits_BLV = _logits(model, tokens_BL, batch_size, tick)
+        logits_BLV = torch.cat(list(run_logits(model, tokens_BL, batch_size, tick)))
         del model
         gc.collect()
-        other_BLV = _logits(load(after.path, device=device, dtype=run_dtype), tokens_BL, batch_size, tick)
+        model = load(after.path, device=device, dtype=run_dtype)
+        other_BLV = torch.cat(list(run_logits(model, tokens_BL, batch_size, tick)))
     error = ((other_BLV - logits_BLV).norm() / logits_BLV.norm()).item()
     name = str(run_dtype).removeprefix("torch.")
     statement = record.get("statement", {})
@@ -134,27 +136,6 @@ def verify_expanded(
         checks=[Check(name="relative error of the logits", value=_worst(error), limit=limit)] if exact else [],
         notes=_notes(before, record),
     )
-
-
-def _tokens(before: Checkpoint, after: Checkpoint, text: str | Path | None) -> tuple[Tensor, str]:
-    for checkpoint in (before, after):
-        if side_files(checkpoint, TOKENIZER_FILES):
-            content = default_text() if text is None else read_text(text)
-            name = "Python's docstrings" if text is None else str(text)
-            return text_tokens(load_tokenizer(checkpoint.path), content), name
-    if text is not None:
-        raise MoesaicError(f"--text {text}: {before.name} has no tokenizer; leave --text out for random tokens")
-    return random_tokens(int(before.config["vocab_size"])), "random token ids (there is no tokenizer)"
-
-
-@torch.no_grad()
-def _logits(model: nn.Module, tokens_BL: Tensor, batch_size: int, tick: Tick) -> Tensor:
-    device = next(model.parameters()).device
-    parts = []
-    for batch_BL in tokens_BL.split(batch_size):
-        parts.append(model(input_ids=batch_BL.to(device), use_cache=False).logits.float().cpu())
-        tick(batch_BL.numel())
-    return torch.cat(parts)
 
 
 def _loss(logits_BLV: Tensor, tokens_BL: Tensor) -> float:

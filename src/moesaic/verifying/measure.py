@@ -67,7 +67,7 @@ def run_dense(
     blocks = decoder_layers(model)
     handles = [blocks[layer].mlp.register_forward_hook(keep(layer)) for layer in layers]  # pyright: ignore
     try:
-        logits = torch.cat(list(_logits(model, tokens_BL, batch_size, tick)))
+        logits = torch.cat(list(run_logits(model, tokens_BL, batch_size, tick)))
     finally:
         for handle in handles:
             handle.remove()
@@ -84,7 +84,7 @@ def compare_logits(
 ) -> tuple[float, float, float]:
     """Return the largest absolute logit difference and the perplexities of the dense model and of `model`."""
     difference, ours, theirs, start = 0.0, [], [], 0
-    for logits_BLV in _logits(model, tokens_BL, batch_size, tick):
+    for logits_BLV in run_logits(model, tokens_BL, batch_size, tick):
         stop = start + len(logits_BLV)
         reference_BLV, tokens = dense.logits_BLV[start:stop], tokens_BL[start:stop]
         difference = max(difference, _nan_is_infinite((logits_BLV - reference_BLV).abs().max()))
@@ -164,9 +164,11 @@ def _relative(value_TD: Tensor, reference_TD: Tensor) -> Tensor:
     return value_TD.norm(dim=-1) / size_T.clamp(min=_TINY * size_T.mean().item()).clamp(min=torch.finfo().tiny)
 
 
-def _logits(
+@torch.no_grad()
+def run_logits(
     model: nn.Module, tokens_BL: Tensor, batch_size: int, tick: Callable[[float], None]
 ) -> Iterator[Float[Tensor, "sequences length vocab"]]:
+    """Yield the logits of a model, batch by batch, in fp32 on the CPU."""
     device = next(model.parameters()).device
     for batch in tokens_BL.split(batch_size):
         yield model(input_ids=batch.to(device), use_cache=False).logits.float().cpu()

@@ -9,7 +9,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from moesaic.checkpoint.provenance import TOKENIZER_FILES, side_files
+from moesaic.checkpoint.source import Checkpoint
 from moesaic.errors import MoesaicError
+from moesaic.loading import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,6 +73,24 @@ def text_tokens(tokenizer: "PreTrainedTokenizerBase", text: str) -> Int[Tensor, 
 def random_tokens(vocab: int, seed: int = 0) -> Int[Tensor, "sequences length"]:
     """Return `MAX_TOKENS` random token ids, for checkpoints without a tokenizer."""
     return _cut(torch.randint(vocab, (MAX_TOKENS,), generator=torch.Generator().manual_seed(seed)))
+
+
+def tokens_for(
+    source: Checkpoint, target: Checkpoint, text: Path | str | None, *, vocab: int
+) -> tuple[Int[Tensor, "sequences length"], str]:
+    """Return the tokens that two models are compared on, by the first tokenizer there is, and what they are."""
+    content = default_text() if text is None else read_text(text)
+    name = "Python's docstrings" if text is None else str(text)
+    for checkpoint in (source, target):
+        # Without any file transformers makes up an empty tokenizer for some families.
+        if side_files(checkpoint, TOKENIZER_FILES):
+            return text_tokens(load_tokenizer(checkpoint.path), content), name
+    if text is not None:
+        raise MoesaicError(
+            f"--text {text}: neither {source.name} nor {target.name} has a tokenizer; leave --text out to "
+            "measure on random tokens"
+        )
+    return random_tokens(vocab), "random token ids (there is no tokenizer)"
 
 
 def _cut(ids: Tensor) -> Tensor:

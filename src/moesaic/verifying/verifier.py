@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from moesaic.checkpoint.provenance import PROVENANCE_FILE, TOKENIZER_FILES, fingerprint, side_files
-from moesaic.checkpoint.source import Checkpoint, open_checkpoint
+from moesaic.checkpoint.provenance import PROVENANCE_FILE, fingerprint
+from moesaic.checkpoint.source import open_checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.families.dense import DenseModel, detect
-from moesaic.loading import load, load_tokenizer
+from moesaic.loading import load
 from moesaic.progress import notice, progress
 from moesaic.verifying.checks import checks_for
 from moesaic.verifying.claim import Claim, read_claim
@@ -28,7 +27,7 @@ from moesaic.verifying.measure import (
     view_layer,
 )
 from moesaic.verifying.report import LayerMeasure, VerifyReport
-from moesaic.verifying.text import default_text, random_tokens, read_text, text_tokens
+from moesaic.verifying.text import tokens_for
 
 
 def verify(
@@ -78,7 +77,7 @@ def verify_upcycled(
         raise MoesaicError(f"--batch-size {batch_size}: must be at least 1")
     base, moe = detect(open_checkpoint(source)), open_checkpoint(target)
     claim = read_claim(base, moe)
-    tokens_BL, described = _tokens(base, moe, text)
+    tokens_BL, described = tokens_for(base.checkpoint, moe, text, vocab=base.vocab)
     notes = _notes(claim, base, quiet)
     with progress(2 * tokens_BL.numel(), unit="tokens", label="verifying", quiet=quiet) as tick:
         model = load(source, device=device, dtype=dtype or "float32")
@@ -115,21 +114,6 @@ def verify_upcycled(
         perplexity_target=moe_perplexity,
         notes=(*notes, *more, *_zero_states(dense)),
     )
-
-
-def _tokens(base: DenseModel, target: Checkpoint, text: str | Path | None) -> tuple[Tensor, str]:
-    content = default_text() if text is None else read_text(text)
-    name = "Python's docstrings" if text is None else str(text)
-    for checkpoint in (base.checkpoint, target):
-        # Without any file transformers makes up an empty tokenizer for some families.
-        if side_files(checkpoint, TOKENIZER_FILES):
-            return text_tokens(load_tokenizer(checkpoint.path), content), name
-    if text is not None:
-        raise MoesaicError(
-            f"--text {text}: neither {base.checkpoint.name} nor {target.name} has a tokenizer; leave --text out to "
-            "measure on random tokens"
-        )
-    return random_tokens(base.vocab), "random token ids (there is no tokenizer)"
 
 
 def _notes(claim: Claim, base: DenseModel, quiet: bool) -> list[str]:
