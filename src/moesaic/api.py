@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from moesaic.errors import MoesaicError
 from moesaic.recipe import load_recipe
 from moesaic.upcycling.recipe import MethodName, UpcycleRecipe
+from moesaic.workers import check_workers
 
 if TYPE_CHECKING:
     from moesaic.upcycling.run import UpcycleResult
@@ -53,10 +54,3 @@ def upcycle(
     return run.upcycle(
         recipe, Path(out), overwrite=overwrite, dry_run=dry_run, quiet=quiet, workers=check_workers(workers)
     )
-
-
-def check_workers(workers: int | None) -> int | None:
-    """Return the number of threads asked for (None: let the conversion choose)."""
-    if workers is not None and (not isinstance(workers, int) or workers < 1):
-        raise MoesaicError(f"--workers: must be a whole number of at least 1, got {workers!r}")
-    return workers

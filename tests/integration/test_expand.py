@@ -244,3 +244,8 @@ def test_the_command_line(source, tmp_path, capsys):
     ).read_bytes()
     assert cli.run(["expand", str(source), str(tmp_path / "out")]) == 2
     assert "--experts is needed" in capsys.readouterr().err
+
+
+def test_a_wrong_keyword_is_called_an_argument_of_the_function(source, tmp_path):
+    with pytest.raises(MoesaicError, match=r"^expand\(\): cap: "):
+        expand(source, tmp_path / "out", experts=9, cap="many")

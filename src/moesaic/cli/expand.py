@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from moesaic.api import check_workers
 from moesaic.cli.options import DryRun, Json, Overwrite, Quiet
 from moesaic.cli.output import print_result
 from moesaic.errors import MoesaicError
 from moesaic.expansion import recipe as fields
 from moesaic.expansion.allocation import Allocation
 from moesaic.recipe import load_recipe
+from moesaic.workers import check_workers
 
 NAME = "expand"
 USAGE = """Usage: moesaic expand CKPT OUT --experts N [OPTIONS]
@@ -76,7 +76,7 @@ class Settings:
     ] = None
     shard_size: Annotated[
         str | None,
-        Parameter(help="Largest weight file, with a unit: 500MB, 5GB, 2GiB [default: 5GB].", metavar="SIZE"),
+        Parameter(help="Largest weight file: 500MB, 5GB, 2GiB, or a number of bytes [default: 5GB].", metavar="SIZE"),
     ] = None
     seed: Annotated[int | None, Parameter(help="Seed of every random number [default: 0].")] = None
     allow_nonfinite: Annotated[

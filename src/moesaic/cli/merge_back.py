@@ -4,9 +4,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from moesaic.api import check_workers
 from moesaic.cli.options import DryRun, Json, Overwrite, Quiet
 from moesaic.cli.output import print_result
+from moesaic.workers import check_workers
 
 NAME = "merge-back"
 USAGE = "Usage: moesaic merge-back FULL SUBSET OUT [OPTIONS]"

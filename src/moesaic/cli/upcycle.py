@@ -7,12 +7,12 @@ from typing import Annotated, Any, get_args
 
 from cyclopts import Parameter
 
-from moesaic.api import check_workers
 from moesaic.cli.options import DryRun, Json, Overwrite, Quiet
 from moesaic.cli.output import print_result
 from moesaic.errors import MoesaicError
 from moesaic.recipe import load_recipe
 from moesaic.upcycling import recipe as fields
+from moesaic.workers import check_workers
 
 NAME = "upcycle"
 USAGE = """Usage: moesaic upcycle BASE OUT --method METHOD [OPTIONS]

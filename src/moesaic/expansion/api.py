@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.api import check_workers
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.recipe import load_recipe
+from moesaic.workers import check_workers
 
 if TYPE_CHECKING:
     from moesaic.expansion.result import ExpandResult
@@ -39,6 +39,7 @@ def expand(
     """
     from moesaic.expansion import run
 
-    recipe = load_recipe(ExpandRecipe, {"checkpoint": str(checkpoint), "experts": experts, **settings})
+    values = {"checkpoint": str(checkpoint), "experts": experts, **settings}
+    recipe = load_recipe(ExpandRecipe, values, name="expand()")
     threads = check_workers(workers)
     return run.expand(recipe, out, overwrite=overwrite, dry_run=dry_run, quiet=quiet, workers=threads)

@@ -61,7 +61,7 @@ class ExpandRecipe:
     """Standard deviation of the noise that tells copies apart, absolute: on the duplicates' selection bias, else on
     router rows."""
     shard_size: str = "5GB"
-    """Largest file of weights, in bytes with a unit: `500MB`, `5GB`, `2GiB`."""
+    """Largest file of weights, with a unit (`500MB`, `5GB`, `2GiB`) or a number of bytes."""
     seed: int = 0
     """Seed of every random number; not negative."""
     allow_nonfinite: bool = False
