@@ -25,7 +25,7 @@ def test_category_of_every_subject():
 
 
 def test_an_unknown_subject_is_named_with_the_nearest():
-    with pytest.raises(MoesaicError, match="'high_school_statistic'.*did you mean 'high_school_statistics'"):
+    with pytest.raises(MoesaicError, match=r"'high_school_statistic'.*did you mean 'high_school_statistics'"):
         category_of("high_school_statistic")
 
 
