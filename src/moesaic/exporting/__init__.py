@@ -1,0 +1,1 @@
+"""`moesaic export`: the same model in another family, layout or file format."""

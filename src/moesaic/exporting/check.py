@@ -1,0 +1,57 @@
+"""`--check`: run source and result on the same tokens, random and real, and compare all logits in fp32."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moesaic.checkpoint.source import Checkpoint, open_checkpoint
+from moesaic.exporting.result import LogitCheck
+from moesaic.loading import load
+from moesaic.progress import progress
+from moesaic.verifying.measure import run_logits
+from moesaic.verifying.text import random_tokens, tokens_for
+
+RELATIVE = 2e-5
+"""Largest difference that counts as rounding, per unit of the largest logit (at least 1)."""
+
+
+def tokens_of(source: Checkpoint, target: Checkpoint, text: Path | str | None) -> Iterator[tuple[str, Tensor]]:
+    """(what they are, tokens): random ids, and a text where there is a tokenizer."""
+    vocab = int(target.config["vocab_size"])
+    yield "random tokens", random_tokens(vocab)
+    real, described = tokens_for(source, target, text, vocab=vocab)
+    if "random" not in described:
+        yield f"tokens of {described}", real
+
+
+def compare_models(
+    source: Path, target: Path, *, text: Path | str | None, device: str | None, quiet: bool
+) -> list[LogitCheck]:
+    """Compare two checkpoints that load; one after the other in memory."""
+    batches = list(tokens_of(open_checkpoint(source), open_checkpoint(target), text))
+    total = 2 * sum(tokens.numel() for _, tokens in batches)
+    with progress(total, unit="tokens", label="checking", quiet=quiet) as tick:
+        runs = []
+        for path in (source, target):
+            model = load(path, device=device, dtype="float32")
+            runs.append([torch.cat(list(run_logits(model, tokens, 1, tick))) for _, tokens in batches])
+            del model
+            gc.collect()
+    return [compare_logits(what, one, other) for (what, _), one, other in zip(batches, runs[0], runs[1], strict=True)]
+
+
+def compare_logits(what: str, source_BLV: Tensor, target_BLV: Tensor, relative: float = RELATIVE) -> LogitCheck:
+    """Two sets of logits of the same tokens."""
+    difference = (source_BLV - target_BLV).abs().max()
+    largest = source_BLV.abs().max().item()
+    return LogitCheck(
+        tokens=what,
+        count=source_BLV.shape[0] * source_BLV.shape[1],
+        largest_difference=difference.item() if difference.isfinite() else float("inf"),
+        largest_logit=largest,
+        same_choice=(source_BLV.argmax(-1) == target_BLV.argmax(-1)).float().mean().item(),
+        tolerance=relative * max(1.0, largest),
+    )
