@@ -1,0 +1,194 @@
+"""lm-eval: its tasks with the data we give them, and a run of them on a loaded model."""
+
+import contextlib
+import io
+import logging
+import math
+import random
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moesaic.errors import MoesaicError
+from moesaic.evaluation.benchmarks import Benchmark
+from moesaic.evaluation.local import WHOLE, DataMissingError, LocalData
+
+_NEEDED = "moesaic eval: needs lm_eval; pip install 'moesaic[eval]'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The numbers of one task."""
+
+    samples: int
+    metrics: Mapping[str, tuple[float, float | None]]
+    """`metric,filter` -> value and standard error; no error where lm-eval has none."""
+    versions: tuple[str, ...] = ()
+    """Versions of lm-eval's tasks."""
+
+
+def require_lm_eval() -> None:
+    """Say in one line how to get lm-eval where it is not installed."""
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise MoesaicError(_NEEDED) from error
+
+
+def wrap(model: Any, tokenizer: Any, *, batch_size: int) -> Any:
+    """lm-eval's view of a loaded model."""
+    require_lm_eval()
+    with _silent(quiet=True):
+        from lm_eval.models.huggingface import HFLM
+
+        return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+
+
+def build(name: str, benchmark: Benchmark, *, shots: int, seed: int, local: LocalData | None) -> dict[str, Any]:
+    """lm-eval's task objects of a benchmark, by their names; with local rows, of the parts that have some.
+
+    Raises:
+        DataMissingError: the hub's data set cannot be had, or a package that the task needs.
+    """
+    with _silent(quiet=True):
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+
+        parts = benchmark.parts or {name: WHOLE}
+        wanted = {
+            task: part for task, part in parts.items() if local is None or _rows_of(part, benchmark) in local.rows
+        }
+        folders = [] if benchmark.folder is None else [Path(lm_eval.__file__).parent / "tasks" / benchmark.folder]
+        manager = TaskManager(include_path=[*folders], include_defaults=False)
+        children = [
+            {
+                **benchmark.config,
+                "task": task,
+                "num_fewshot": shots,
+                **_data(benchmark, part, shots=shots, local=local),
+            }
+            for task, part in wanted.items()
+        ]
+        # The members of a group take the rest of their configuration from lm-eval's own task of that name.
+        specs = children if benchmark.folder is None else [{"group": "moesaic", "task": children}]
+        _seed(seed)
+        try:
+            tasks = manager.load(specs)["tasks"]
+        except (OSError, ImportError, ValueError, AssertionError) as error:
+            if local is not None:
+                raise
+            first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+            raise DataMissingError(f"its data set or a package is not to be had ({first})") from error
+    for task in tasks.values():
+        task.set_fewshot_seed(seed)
+    return dict(tasks)
+
+
+def _rows_of(part: str, benchmark: Benchmark) -> str:
+    return part if benchmark.part_field else WHOLE
+
+
+def _data(benchmark: Benchmark, part: str, *, shots: int, local: LocalData | None) -> dict[str, Any]:
+    """Keys of lm-eval's configuration that put our rows in the place of the hub's."""
+    if local is None:
+        return {}
+    import datasets
+
+    splits = local.rows[_rows_of(part, benchmark)]
+
+    def rows(**_: Any) -> Any:
+        return datasets.DatasetDict({split: datasets.Dataset.from_list(list(found)) for split, found in splits.items()})
+
+    changes: dict[str, Any] = {
+        "custom_dataset": rows,
+        "dataset_path": None,
+        "dataset_name": None,
+        "dataset_kwargs": None,
+        "training_split": None,
+        "validation_split": None,
+        "test_split": benchmark.split,
+        **benchmark.local_config,
+    }
+    if benchmark.shot_split is not None:
+        changes["fewshot_split"] = benchmark.shot_split if shots else None
+        if not shots:
+            changes["fewshot_config"] = None
+    return changes
+
+
+def run(lm: Any, tasks: Mapping[str, Any], *, limit: int | None, seed: int, quiet: bool) -> dict[str, Measured]:
+    """Ask the model; the numbers of each task."""
+    from lm_eval.evaluator import evaluate
+
+    _seed(seed)
+    with _silent(quiet=quiet):
+        results: Any = evaluate(
+            lm=lm,
+            task_dict={"tasks": dict(tasks), "groups": {}, "group_map": {}},
+            limit=limit,
+            log_samples=False,
+            confirm_run_unsafe_code=True,  # ours are isolated, and refused before where that is not allowed
+        )
+    return {name: _measured(results, name) for name in tasks}
+
+
+def pooled(parts: Sequence[Measured]) -> Measured:
+    """One benchmark out of its parts: means over all rows, and lm-eval's pooled standard error."""
+    from lm_eval.api.metrics import pooled_sample_stderr
+
+    if len(parts) == 1:
+        return parts[0]
+    sizes = [part.samples for part in parts]
+    metrics: dict[str, tuple[float, float | None]] = {}
+    for name in parts[0].metrics:
+        values, errors = zip(*(part.metrics[name] for part in parts), strict=True)
+        mean = sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
+        known = all(error is not None for error in errors) and sum(sizes) > len(sizes)
+        metrics[name] = (mean, float(pooled_sample_stderr(list(errors), sizes)) if known else None)
+    versions = tuple(dict.fromkeys(version for part in parts for version in part.versions))
+    return Measured(samples=sum(sizes), metrics=metrics, versions=versions)
+
+
+def _measured(results: Mapping[str, Any], name: str) -> Measured:
+    values = results["results"][name]
+    metrics = {}
+    for key, value in values.items():
+        metric, comma, filter_name = key.partition(",")
+        if comma and not metric.endswith("_stderr"):
+            error = values.get(f"{metric}_stderr,{filter_name}")
+            known = isinstance(error, (int, float)) and math.isfinite(error)
+            metrics[key] = (float(value), float(error) if known else None)  # lm-eval writes "N/A" where it has none
+    version = results["versions"].get(name)
+    return Measured(
+        samples=int(results["n-samples"][name]["effective"]),
+        metrics=metrics,
+        versions=() if version is None else (str(version),),
+    )
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def _silent(*, quiet: bool) -> Iterator[None]:
+    """Keep lm-eval's log lines and warnings away, and its progress bars from anything but a terminal."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    bars = sys.stderr.isatty() and not quiet
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with contextlib.nullcontext() if bars else contextlib.redirect_stderr(io.StringIO()):
+                yield
+    finally:
+        logger.setLevel(level)

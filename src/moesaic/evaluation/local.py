@@ -1,0 +1,137 @@
+"""Benchmarks in local files: which files, and the rows of each part in the hub's form. Torch-free."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from moesaic.data.files import SUFFIXES, DataFile, hash_files
+from moesaic.data.readers import Record, read_records
+from moesaic.errors import MoesaicError
+from moesaic.evaluation.benchmarks import Benchmark
+from moesaic.evaluation.rows import Row, is_choice
+from moesaic.selection.calibration import in_split
+
+_COMPRESSIONS = ("", ".gz", ".zst")
+WHOLE = ""
+"""The part of a benchmark that has no parts."""
+
+
+class DataMissingError(Exception):
+    """The data of a benchmark is not there; the text says what was looked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """The share of the evaluated rows that selections were made on, and the seed that drew it."""
+
+    share: float
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalData:
+    """The rows of a benchmark."""
+
+    rows: Mapping[str, Mapping[str, list[Row]]]
+    """Part (value of the benchmark's `part_field`, or `WHOLE`) -> split -> rows; parts without rows are left out."""
+    hashes: Mapping[str, str]
+    """File name -> xxh3_128 of its bytes."""
+    missing_parts: tuple[str, ...]
+
+
+def find_split(folder: Path, stem: str, split: str) -> Path:
+    """The file STEM.SPLIT.jsonl, or STEM.SPLIT_anything.jsonl, plain or compressed.
+
+    Raises:
+        DataMissingError: there is none.
+        MoesaicError: there are several.
+    """
+    endings = tuple(f".jsonl{compression}" for compression in _COMPRESSIONS)
+    found = sorted(
+        file
+        for file in folder.iterdir()
+        if file.name.endswith(endings) and file.name.startswith((f"{stem}.{split}.", f"{stem}.{split}_"))
+    )
+    if not found:
+        raise DataMissingError(f"no {stem}.{split}.jsonl in {folder}")
+    if len(found) > 1:
+        raise MoesaicError(
+            f"{folder}: {found[0].name} and {found[1].name} are both {stem}'s {split} rows; keep one of them"
+        )
+    return found[0]
+
+
+def read_local(
+    name: str, benchmark: Benchmark, folder: Path, *, shots: int, held_out: HeldOut | None = None
+) -> LocalData:
+    """Read the rows of a benchmark and, where demonstrations come from a split, of that split.
+
+    Raises:
+        DataMissingError: a file that is needed is not there, or has no row of any part.
+        MoesaicError: a row that is broken, with its file and line.
+    """
+    stem = benchmark.files or name
+    splits = [benchmark.split]
+    if shots and benchmark.shot_split is not None:
+        splits.append(benchmark.shot_split)
+    files = {split: _find(folder, stem, split, shots=shots, evaluated=benchmark.split) for split in splits}
+    parts = dict.fromkeys(benchmark.parts.values() if benchmark.part_field else (WHOLE,))
+    rows: dict[str, dict[str, list[Row]]] = {part: {split: [] for split in splits} for part in parts}
+    for split, file in files.items():
+        left_out = held_out if split == benchmark.split else None
+        for part, row in _rows(file, benchmark, left_out):
+            if part in rows:
+                rows[part][split].append(row)
+    complete = {part: by_split for part, by_split in rows.items() if all(by_split.values())}
+    if not complete:
+        raise DataMissingError(f"{files[benchmark.split]} has no rows of {name}")
+    return LocalData(
+        rows=complete, hashes=_hashes(files), missing_parts=tuple(part for part in parts if part not in complete)
+    )
+
+
+def _find(folder: Path, stem: str, split: str, *, shots: int, evaluated: str) -> Path:
+    try:
+        return find_split(folder, stem, split)
+    except DataMissingError as error:
+        if split == evaluated:
+            raise
+        raise DataMissingError(f"{error}, from which its {shots} demonstrations come; --shots 0 takes none") from error
+
+
+def _rows(file: Path, benchmark: Benchmark, held_out: HeldOut | None) -> Iterator[tuple[str, Row]]:
+    for number, record in enumerate(_records(file)):
+        if held_out is not None and in_split(number, share=held_out.share, seed=held_out.seed):
+            continue
+        part = _part(record, benchmark.part_field)
+        if not (benchmark.adapts_all or is_choice(record.fields)):
+            yield part, record.fields
+            continue
+        try:
+            for row in benchmark.adapt(record.fields):
+                yield part, row
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
+            what = f"no field {error}" if isinstance(error, KeyError) else str(error)
+            raise MoesaicError(f"{record.where}: not a row of {benchmark.title} ({what})") from error
+
+
+def _records(file: Path) -> Iterator[Record]:
+    return read_records(_data_file(file), ("text",), lambda _amount: None)
+
+
+def _part(record: Record, field: str | None) -> str:
+    if field is None:
+        return WHOLE
+    if field not in record.fields:
+        raise MoesaicError(f"{record.where}: no field {field!r}, which says what part of the benchmark the row is of")
+    return str(record.fields[field]).strip().lower().replace(" ", "_")
+
+
+def _data_file(path: Path) -> DataFile:
+    return DataFile(path=path, format=SUFFIXES[".jsonl"], size=path.stat().st_size)
+
+
+def _hashes(files: Mapping[str, Path]) -> dict[str, str]:
+    found = tuple(_data_file(path) for path in files.values())
+    hashes = hash_files(found, label="hashing", quiet=True)
+    return {file.path.name: digest for file, digest in zip(found, hashes, strict=True)}

@@ -1,0 +1,143 @@
+"""Suites: which tasks, with how many demonstrations, and the averages over them. Torch-free."""
+
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from moesaic.errors import MoesaicError
+from moesaic.evaluation import shipped_suites
+from moesaic.evaluation.benchmarks import BENCHMARKS, PERPLEXITY
+from moesaic.recipe import load_recipe
+from moesaic.recipe_yaml import read_yaml
+from moesaic.suggestions import suggest
+
+TASKS = (*BENCHMARKS, PERPLEXITY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteTask:
+    """One task of a suite."""
+
+    task: str
+    """Name in `BENCHMARKS`, or `perplexity`."""
+    shots: int = 0
+    """Demonstrations before each question."""
+    metric: str | None = None
+    """lm-eval's `metric,filter` that is shown as the score; None: the benchmark's."""
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise MoesaicError(f"task: {self.task!r} is unknown; {suggest(self.task, TASKS)}")
+        if self.shots < 0:
+            raise MoesaicError(f"shots: must be 0 or more, got {self.shots}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Average:
+    """An unweighted mean over the tasks of a suite."""
+
+    name: str
+    without: tuple[str, ...] = ()
+    """Tasks that are left out of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """A list of tasks that a paper reports together."""
+
+    name: str
+    about: str = ""
+    """Where it comes from."""
+    version: int = 1
+    tasks: tuple[SuiteTask, ...]
+    averages: tuple[Average, ...] = ()
+    selection_share: float | None = None
+    """Share of the rows that `moesaic select --split` uses; these are not evaluated. None: all rows are."""
+
+    def __post_init__(self) -> None:
+        names = [task.task for task in self.tasks]
+        if not names:
+            raise MoesaicError("tasks: a suite needs at least one")
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise MoesaicError(f"tasks: {twice[0]!r} is listed twice")
+        for average in self.averages:
+            if unknown := [name for name in average.without if name not in names]:
+                raise MoesaicError(
+                    f"averages: {average.name!r} leaves out {unknown[0]!r}; {suggest(unknown[0], names)}"
+                )
+        if self.selection_share is not None and not 0.0 < self.selection_share < 1.0:
+            raise MoesaicError(f"selection_share: must be above 0 and below 1, got {self.selection_share}")
+
+
+def load_suite(reference: str, *, shots: int | None = None, share: float | None = None) -> Suite:
+    """A suite by name, a task by name, several of both with commas between, or a YAML file in the form of `Suite`.
+
+    Args:
+        reference: such as `emo-mc9`, `arc_easy,piqa` or `./mine.yaml`.
+        shots: demonstrations of every task, instead of the suite's.
+        share: the share of rows that the selection used, instead of the suite's.
+
+    Raises:
+        MoesaicError: a name that is unknown (with the nearest), a file that is no suite.
+    """
+    path = Path(reference).expanduser()
+    if path.suffix in (".yaml", ".yml"):
+        suite = _read(read_yaml(path), path.stem, str(path))
+    else:
+        suite = _joined(reference, [_named(name.strip()) for name in reference.split(",")])
+    if shots is not None:
+        suite = replace(suite, tasks=tuple(replace(task, shots=shots) for task in suite.tasks))
+    return suite if share is None else replace(suite, selection_share=share)
+
+
+def shipped() -> dict[str, Any]:
+    """Name -> YAML file of the suites inside the package."""
+    folder = files(shipped_suites)
+    return {file.name.removesuffix(".yaml"): file for file in folder.iterdir() if file.name.endswith(".yaml")}
+
+
+def _named(name: str) -> Suite:
+    known = shipped()
+    if name in known:
+        import yaml
+
+        return _read(yaml.safe_load(known[name].read_text(encoding="utf-8")), name, name)
+    if name in TASKS:
+        return Suite(name=name, tasks=(SuiteTask(task=name),))
+    hint = suggest(name, [*sorted(known), *TASKS])
+    if not hint.startswith("did"):
+        hint = f"suites: {', '.join(sorted(known))}; or a task such as arc_easy, or a .yaml file"
+    raise MoesaicError(f"--suite {name}: no such suite or task; {hint}")
+
+
+def _read(values: Any, name: str, where: str) -> Suite:
+    if not isinstance(values, dict):
+        raise MoesaicError(f"{where}: not a suite; expected the keys tasks and averages")
+    return load_recipe(Suite, {"name": name, **values}, name=where)
+
+
+def _joined(name: str, suites: list[Suite]) -> Suite:
+    if len(suites) == 1:
+        return suites[0]
+    tasks = {task.task: task for suite in suites for task in suite.tasks}
+    shares = {suite.selection_share for suite in suites}
+    if len(shares) > 1:
+        raise MoesaicError(
+            f"--suite {name}: some of these leave out the rows of selections, some do not; run them apart"
+        )
+    return Suite(
+        name=name,
+        tasks=tuple(tasks.values()),
+        averages=tuple(
+            replace(average, name=f"{suite.name} {average.name}", without=_others(tasks, suite, average))
+            for suite in suites
+            for average in suite.averages
+        ),
+        selection_share=shares.pop(),
+    )
+
+
+def _others(tasks: dict[str, SuiteTask], suite: Suite, average: Average) -> tuple[str, ...]:
+    own = {task.task for task in suite.tasks} - set(average.without)
+    return tuple(name for name in tasks if name not in own)
