@@ -1,0 +1,5 @@
+// Results of evaluations: filled when the format is there.
+
+function resultsOverview() {
+  return null;
+}
