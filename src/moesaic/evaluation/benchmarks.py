@@ -29,7 +29,9 @@ class Benchmark:
     split: str = "test"
     """The split that is evaluated."""
     shot_split: str | None = "train"
-    """The split of the demonstrations; None: they are part of the task, as many as `shots` of the papers."""
+    """The split of the demonstrations; None: they are part of the task."""
+    demonstrations: int | None = None
+    """How many demonstrations there are at most; None: as many as rows in their split."""
     adapt: rows.Adapter = rows.as_is
     """Makes the hub's rows of local multiple-choice and other rows."""
     adapts_all: bool = False
@@ -93,6 +95,7 @@ def _mmlu(title: str, subjects: tuple[str, ...]) -> Benchmark:
         part_field="subject",
         files="mmlu",
         shot_split="dev",
+        demonstrations=5,
         adapt=rows.subject_question,
         chance=0.25,
     )
@@ -108,6 +111,7 @@ def _mmlu_pro(category: str) -> Benchmark:
         local_config={"process_docs": None},
         files="mmlu_pro",
         shot_split="validation",
+        demonstrations=5,
         adapt=rows.subject_question,
     )
 
@@ -155,6 +159,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         metric="pass@1,none",
         config=prompts.HUMANEVAL,
         shot_split=None,
+        demonstrations=0,
         adapt=rows.problem_with_id,
         adapts_all=True,
         runs_programs=True,
@@ -164,13 +169,19 @@ BENCHMARKS: dict[str, Benchmark] = {
         metric="pass@1,none",
         config=prompts.MBPP,
         shot_split="prompt",
+        demonstrations=3,
         adapt=rows.problem_with_id,
         adapts_all=True,
         runs_programs=True,
     ),
     "gsm8k": Benchmark(title="GSM8K", metric="exact_match,flexible-extract", folder="gsm8k"),
     "gsm8k_cot": Benchmark(
-        title="GSM8K", metric="exact_match,flexible-extract", folder="gsm8k", files="gsm8k", shot_split=None
+        title="GSM8K",
+        metric="exact_match,flexible-extract",
+        folder="gsm8k",
+        files="gsm8k",
+        shot_split=None,
+        demonstrations=8,
     ),
     "math": Benchmark(
         title="MATH",
@@ -179,6 +190,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         parts=_MINERVA_PARTS,
         part_field="subject",
         shot_split=None,
+        demonstrations=4,
     ),
     "gpqa": Benchmark(
         title="GPQA", metric="acc,none", folder="gpqa/zeroshot", parts={"gpqa_main_zeroshot": ""}, split="train"
@@ -190,6 +202,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         parts={f"bbh_cot_fewshot_{part}": part for part in _BBH_PARTS},
         part_field="task",
         shot_split=None,
+        demonstrations=3,
         adapt=rows.input_target,
         adapts_all=True,
     ),

@@ -70,6 +70,7 @@ def read_local(
         DataMissingError: a file that is needed is not there, or has no row of any part.
         MoesaicError: a row that is broken, with its file and line.
     """
+    refuse_too_many_shots(benchmark, shots)
     stem = benchmark.files or name
     splits = [benchmark.split]
     if shots and benchmark.shot_split is not None:
@@ -88,6 +89,12 @@ def read_local(
     return LocalData(
         rows=complete, hashes=_hashes(files), missing_parts=tuple(part for part in parts if part not in complete)
     )
+
+
+def refuse_too_many_shots(benchmark: Benchmark, shots: int) -> None:
+    """Refuse more demonstrations than a benchmark has."""
+    if benchmark.demonstrations is not None and shots > benchmark.demonstrations:
+        raise DataMissingError(f"it has {benchmark.demonstrations} demonstrations, not {shots}")
 
 
 def _find(folder: Path, stem: str, split: str, *, shots: int, evaluated: str) -> Path:

@@ -229,7 +229,7 @@ def _details(
     if request.method == "easy_ep":
         details["easy_ep_variant"] = request.easy_ep_variant
     if calibration is not None:
-        data = {key: value for key, value in vars(calibration).items() if key != "seed" and value is not None}
+        data = {key: value for key, value in vars(calibration).items() if value is not None}
         details["data"] = data | ({"only": list(calibration.only)} if calibration.only else {})
     details["domains"] = {one.domain: one.tokens for one in statistics}
     details["unreached"] = _unreached(statistics)

@@ -1,0 +1,120 @@
+"""The tasks of a suite that can be measured: their data, their selection, and what identifies their numbers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moesaic.errors import MoesaicError
+from moesaic.evaluation import harness, perplexity
+from moesaic.evaluation.benchmarks import BENCHMARKS, PERPLEXITY
+from moesaic.evaluation.local import DataMissingError, HeldOut, LocalData, read_local, refuse_too_many_shots
+from moesaic.evaluation.programs import check_isolation
+from moesaic.evaluation.subsets import Subset, Subsets
+from moesaic.evaluation.suites import Suite, SuiteTask
+from moesaic.progress import warn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to measure."""
+
+    suite: Suite
+    data_dir: Path | None
+    limit: int | None
+    seed: int
+    batch_size: int
+    domain_field: str
+    allow_code: bool
+    subsets: Subsets | None
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A task whose data is there."""
+
+    task: SuiteTask
+    identity: dict[str, Any]
+    subset: Subset | None
+    missing_parts: tuple[str, ...] = ()
+    local: LocalData | None = None
+    tasks: Mapping[str, Any] = field(default_factory=dict)
+    documents: list[perplexity.Document] = field(default_factory=list)
+
+
+def prepare(request: Request) -> tuple[list[Job], dict[str, str]]:
+    """The jobs whose data is there, and for the other tasks why not.
+
+    Raises:
+        MoesaicError: nothing can be measured; data that is damaged.
+    """
+    jobs, missing = [], {}
+    for task in request.suite.tasks:
+        try:
+            subset = None if request.subsets is None else request.subsets.find(task.task)
+            find = _text_job if task.task == PERPLEXITY else _benchmark_job
+            jobs.append(find(request, task, subset))
+        except DataMissingError as error:
+            missing[task.task] = str(error)
+    if not jobs:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(missing.items())[:3])
+        raise MoesaicError(f"--suite {request.suite.name}: no task can be measured ({reasons})")
+    return jobs, missing
+
+
+def _benchmark_job(request: Request, task: SuiteTask, subset: Subset | None) -> Job:
+    benchmark = BENCHMARKS[task.task]
+    if benchmark.runs_programs:
+        if not request.allow_code:
+            raise DataMissingError("it runs programs that the model writes; --allow-code-execution allows that")
+        check_isolation()
+    refuse_too_many_shots(benchmark, task.shots)
+    held_out = _held_out(request.suite, subset, task.task)
+    local = None
+    if request.data_dir is not None:
+        local = read_local(task.task, benchmark, request.data_dir, shots=task.shots, held_out=held_out)
+    elif held_out is not None:
+        raise DataMissingError("leaving out the rows of selections needs local rows; give --data-dir")
+    tasks = harness.build(task.task, benchmark, shots=task.shots, seed=request.seed, local=local)
+    identity = _identity(task, subset, held_out) | {
+        "data": dict(local.hashes) if local else "hub",
+        "lm_eval_tasks": {name: str(one.VERSION) for name, one in tasks.items()},
+    }
+    return Job(
+        task=task,
+        identity=identity,
+        subset=subset,
+        local=local,
+        tasks=tasks,
+        missing_parts=local.missing_parts if local else (),
+    )
+
+
+def _text_job(request: Request, task: SuiteTask, subset: Subset | None) -> Job:
+    if request.data_dir is None:
+        raise DataMissingError("held-out text is local; give --data-dir")
+    files = perplexity.held_out_files(request.data_dir)
+    documents = perplexity.read_documents(files, domain_field=request.domain_field, limit=request.limit)
+    identity = _identity(task, subset, None) | {
+        "data": perplexity.file_hashes(files),
+        "domain_field": request.domain_field,
+    }
+    return Job(task=task, identity=identity, subset=subset, documents=documents)
+
+
+def _identity(task: SuiteTask, subset: Subset | None, held_out: HeldOut | None) -> dict[str, Any]:
+    return {
+        "shots": task.shots,
+        "selection": None if subset is None else subset.digest,
+        "left_out": None if held_out is None else vars(held_out),
+    }
+
+
+def _held_out(suite: Suite, subset: Subset | None, task: str) -> HeldOut | None:
+    """The rows to leave out: those that the selection was made on, or that one would be made on."""
+    drawn = None if subset is None else subset.drawn()
+    if suite.selection_share is None:
+        return None
+    if subset is not None and drawn is None:
+        warn(f"{subset.file}: was not made with --split, so rows of {task} may be among those that it was made on")
+    return drawn or HeldOut(share=suite.selection_share, seed=0)
