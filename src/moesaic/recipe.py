@@ -166,12 +166,18 @@ def _to_union(members: tuple[Any, ...], value: Any, where: _Where) -> Any:
             return _convert(member, value, where)
         except MoesaicError as error:
             errors[member] = error
-    same_shape = [
-        member for member in candidates if _is_container(member) and isinstance(value, (Mapping, list, tuple))
-    ]
+    same_shape = [member for member in candidates if _has_shape_of(member, value)]
     if len(candidates) == 1 or len(same_shape) == 1:  # the mistake is inside: its own message says more
         raise errors[(same_shape or candidates)[0]]
     raise where.error(f"expected {' or '.join(_describe(member) for member in members)}, got {_show(value)}")
+
+
+def _has_shape_of(expected: Any, value: Any) -> bool:
+    """Whether both are keys and values, or both lists."""
+    if not _is_container(expected):
+        return False
+    is_list = (typing.get_origin(expected) or expected) in (list, tuple)
+    return isinstance(value, (list, tuple) if is_list else Mapping)
 
 
 def _is_container(expected: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moesaic.recipe import load_recipe
+from moesaic.training import building
 from moesaic.training import run as run_module
 from moesaic.training.optimizer import MOMENTS
 from moesaic.training.recipe import TrainRecipe
@@ -116,10 +117,10 @@ def test_two_processes_go_on_with_the_run_of_one_and_back(values, one_process, t
 
 def train_with_disjoint_experts(values: dict[str, Any], out: Path) -> None:
     """Let all tokens of rank r choose two experts that live on the other rank."""
-    build = run_module.build_model
+    build = building.build_model
 
-    def biased(recipe, out, world):
-        trained = build(recipe, out, world)
+    def biased(recipe, out, world, start):
+        trained = build(recipe, out, world, start)
         assert trained.installation is not None
         bias = trained.installation.selection_bias
         assert bias is not None
@@ -127,7 +128,7 @@ def train_with_disjoint_experts(values: dict[str, Any], out: Path) -> None:
         bias[:, first : first + 2] = 1e3
         return trained
 
-    run_module.build_model = biased
+    building.build_model = biased
     train(values, out)
 
 

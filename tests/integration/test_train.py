@@ -20,6 +20,7 @@ from moesaic.training.recipe import TrainRecipe
 from moesaic.training.result import TrainResult
 from moesaic.training.run import train
 from moesaic.training.state import list_states
+from moesaic.training.validate import DomainLoss
 from tests.tiny_models import save_tiny
 from tests.tiny_moes import MOE_FAMILIES
 from tests.tiny_training import DENSE, VOCABULARY, tiny_recipe
@@ -217,7 +218,7 @@ def test_the_last_states_and_the_best_are_kept(tmp_path, monkeypatch):
     losses = iter([3.0, 2.0, 1.0, 2.5, 2.4, 2.3])  # before the first step and after each of the five
 
     def measured(*_):
-        return {"math": run_module.DomainLoss(loss=next(losses), standard_error=0.1, documents=2, tokens=9)}
+        return {"math": DomainLoss(loss=next(losses), standard_error=0.1, documents=2, tokens=9)}
 
     monkeypatch.setattr(run_module, "validate", measured)
     recipe = tiny_recipe(

@@ -20,6 +20,7 @@ from moesaic.expansion.router import duplicate_noise, duplicates_of, grown_rows,
 from moesaic.expansion.statement import Statement, statement
 from moesaic.families.counting import count_shapes
 from moesaic.families.moe import ExpertTensor, MoELayerTensors
+from moesaic.selection.rules import cut_routing
 from moesaic.upcycling.randomness import generator
 
 Sources = Mapping[int, Sequence[int]]
@@ -104,8 +105,7 @@ def _router_tensor(plan: ExpandPlan, layer: MoELayerTensors, tensor: ExpertTenso
     info = plan.checkpoint.tensors[tensor.name]
     name = f"{_our_prefix(layer)}gate.weight" if plan.conversion is not None else tensor.name
     assert tensor.axis is not None
-    bias_takes_noise = any(other.role == "selection_bias" for other in layer.expert_tensors)
-    noisy = plan.recipe.delta > 0 and tensor.role == ("selection_bias" if bias_takes_noise else "router")
+    noisy = plan.recipe.delta > 0 and tensor.role == _noisy_role(plan, layer)
     if not noisy and (tensor.role != "router" or plan.recipe.router_op in ("copy", "bias_only")):
         return slot_tensor(name, [(info, source) for source in sources], axis=tensor.axis)
     shape = list(info.shape)
@@ -115,6 +115,28 @@ def _router_tensor(plan: ExpandPlan, layer: MoELayerTensors, tensor: ExpertTenso
         sources=(info,),
         compute=partial(_computed_router, plan, layer.layer, tensor, sources, noisy),
     )
+
+
+def _noisy_role(plan: ExpandPlan, layer: MoELayerTensors) -> str:
+    """Where the noise of a layer goes: on the family's selection bias, the recorded one, or the router's rows."""
+    if any(tensor.role == "selection_bias" for tensor in layer.expert_tensors):
+        return "selection_bias"
+    return "recorded_bias" if plan.recorded_bias is not None else "router"
+
+
+def _grown_routing(plan: ExpandPlan, sources: Sources) -> dict[str, Any]:
+    """The `routing` entry of moesaic.json, where training has recorded one: copies have their source's bias."""
+    if plan.recorded is None:
+        return {}
+    routing = cut_routing(plan.recorded, list(sources.values()))
+    assert routing is not None
+    if plan.recorded_bias is not None and plan.recipe.delta > 0:
+        for row, layer in zip(routing["selection_bias"], plan.model.layers, strict=True):
+            if _noisy_role(plan, layer) == "recorded_bias":
+                stream = generator(plan.recipe.seed, "expand", layer.layer, "recorded_bias", "noise")
+                noise = duplicate_noise(sources[layer.layer], (), plan.recipe.delta, stream)
+                row[:] = (torch.tensor(row, dtype=torch.float32) + noise).tolist()
+    return {"routing": routing}
 
 
 def _computed_router(plan: ExpandPlan, layer: int, tensor: ExpertTensor, sources: Sequence[int], noisy: bool) -> Tensor:
@@ -190,6 +212,7 @@ def _record(
             "copies": [list(numbers) for numbers in copies.values()],
             "original": original,
         },
+        **_grown_routing(plan, sources),
     }
 
 

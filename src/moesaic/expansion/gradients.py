@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from moesaic.data.documents import keeps_documents_apart
 from moesaic.errors import MoesaicError
 from moesaic.expansion.resolve import ExpandPlan
 from moesaic.progress import progress
@@ -95,19 +96,6 @@ def measure(
                 raise MoesaicError(f"{name}: its loss on the calibration text is {total}; check weights and text")
             tick(1)
         return experts.result(len(batches))
-
-
-@torch.no_grad()
-def keeps_documents_apart(model: Any) -> bool:
-    """Whether position ids that restart keep packed documents apart in this model.
-
-    transformers' masks see to it where a family passes its position ids on; GPT-OSS does not.
-    """
-    device = next(model.parameters()).device
-    ids_BS, positions_BS = torch.tensor([[0, 1, 2, 1]], device=device), torch.tensor([[0, 1, 0, 1]], device=device)
-    packed_V = model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False).logits[0, -1].float()
-    alone_V = model(input_ids=ids_BS[:, 2:], use_cache=False).logits[0, -1].float()
-    return bool((packed_V - alone_V).norm() < 0.02 * alone_V.norm())
 
 
 def _parts(batch: "PackedBatch", *, packed: bool) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:

@@ -79,22 +79,25 @@ class ExpandRecipe:
             raise MoesaicError(f"delta must be a finite number that is not negative, got {self.delta}")
         if self.seed < 0:
             raise MoesaicError(f"seed must not be negative, got {self.seed}")
-        self._check_utility()
 
-    def _check_utility(self) -> None:
+    def check_utility(self) -> None:
+        """Refuse a utility that a checkpoint alone cannot give; in mid-training the run has its own text and moments.
+
+        Raises: `MoesaicError`.
+        """
         if self.utility == "approx_fisher":
             raise MoesaicError(
-                "utility approx_fisher needs the optimizer's second moments, which a checkpoint does not have; "
-                "use gradient_norm with calibration text"
+                "--utility approx_fisher needs the optimizer's second moments, which a checkpoint does not have; use "
+                "gradient_norm with calibration text, or `expand:` in a training recipe"
             )
         if self.utility_from is not None and (self.utility is not None or self.calibration):
             given = "utility" if self.utility is not None else "calibration"
             raise MoesaicError(
-                f"utility_from {self.utility_from}: cannot be given together with {given}; leave one out"
+                f"--utility-from {self.utility_from}: cannot be given together with {given}; leave one out"
             )
         if self.utility in GRADIENT_UTILITIES and not self.calibration:
             raise MoesaicError(
-                f"utility {self.utility} needs text: give calibration data, or use weight_norm or uniform"
+                f"--utility {self.utility} needs text: give calibration data, or use weight_norm or uniform"
             )
         if self.utility in ("weight_norm", "uniform") and self.calibration:
-            raise MoesaicError(f"utility {self.utility} uses no calibration data; leave one of the two out")
+            raise MoesaicError(f"--utility {self.utility} uses no calibration data; leave one of the two out")

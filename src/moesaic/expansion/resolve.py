@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moesaic.checkpoint.layout import parse_size
+from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.expansion.allocation import allocate, evenly, sources_of
@@ -33,6 +34,8 @@ class ExpandPlan:
     """The groups are duplicated as a whole, and their number grows (statement (a) with group-limited selection)."""
     conversion: Conversion | None
     """How the family becomes our architecture; None: it stays what it is."""
+    recorded: Mapping[str, Any] | None
+    """The routing rule and the selection bias that training recorded in the checkpoint's moesaic.json."""
     notices: tuple[str, ...]
 
     @property
@@ -54,6 +57,16 @@ class ExpandPlan:
     def grouped(self) -> bool:
         """The checkpoint is ours and routes to one expert per group already: copies join their source's group."""
         return self.checkpoint.config.get("routing_rule") == "one_per_group"
+
+    @property
+    def recorded_bias(self) -> list[list[float]] | None:
+        """The selection bias of loss-free balancing per MoE layer, which no file of weights holds."""
+        return None if self.recorded is None else self.recorded["selection_bias"]
+
+    @property
+    def bias_takes_noise(self) -> bool:
+        """The noise of `delta` goes on selection biases, and not on router rows."""
+        return self.model.family.selection_bias or self.recorded_bias is not None
 
     @property
     def multiple(self) -> int | None:
@@ -135,6 +148,7 @@ def resolve(recipe: ExpandRecipe, opener: Callable[[str], Checkpoint] = open_che
         groups=group_count(checkpoint.config, model),
         whole_groups=False,
         conversion=None,
+        recorded=(read_provenance(checkpoint.path) or {}).get("routing"),
         notices=(),
     )
     plan = replace(plan, whole_groups=plan.groups > 1 and plan.multiplied)
@@ -142,6 +156,7 @@ def resolve(recipe: ExpandRecipe, opener: Callable[[str], Checkpoint] = open_che
     _check_allocation(plan)
     _check_top_k(plan)
     _check_router_op(plan)
+    check_recorded_rule(plan)
     return replace(plan, notices=tuple(_notices(plan)))
 
 
@@ -206,8 +221,33 @@ def _check_top_k(plan: ExpandPlan) -> None:
         raise MoesaicError(f"--top-k {plan.top_k}: {what}; give at most {limit}")
 
 
+def check_recorded_rule(plan: ExpandPlan) -> None:
+    """Refuse what a routing rule that training recorded would contradict.
+
+    Raises: `MoesaicError`.
+    """
+    if plan.recorded is None:
+        return
+    rule, name = plan.recorded["rule"], plan.checkpoint.name
+    if rule["expert_groups"] is not None:
+        raise MoesaicError(
+            f"{name}: was trained with routing.expert_groups, which one list for all layers holds, so the groups of "
+            "copies cannot be said; put the groups into its config.json"
+        )
+    if plan.exclusive and rule["rule"] is not None:
+        raise MoesaicError(
+            f"--routing one_per_copy_group: {name} was trained with routing.rule {rule['rule']}, which would go on; "
+            "use --routing plain"
+        )
+    if plan.exclusive and plan.recorded_bias is not None:
+        raise MoesaicError(
+            f"--routing one_per_copy_group: {name} has a selection bias of loss-free balancing, which has no meaning "
+            "for log-mean-exp scores of groups; use --routing plain, or train with losses.balance instead"
+        )
+
+
 def _check_router_op(plan: ExpandPlan) -> None:
-    if plan.recipe.router_op == "bias_only" and not plan.model.family.selection_bias:
+    if plan.recipe.router_op == "bias_only" and not plan.bias_takes_noise:
         raise MoesaicError(
             f"--router-op bias_only: {plan.checkpoint.name} has no selection bias; use copy, which puts the noise of "
             "--delta on router rows"

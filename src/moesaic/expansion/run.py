@@ -44,6 +44,7 @@ def expand(
         MoesaicError: a mistake in the recipe or the checkpoint, a layer whose utilities are all 0, a full disk.
     """
     started = time.monotonic()
+    recipe.check_utility()
     plan = resolve(recipe)
     check_target(out, overwrite, sources=[plan.checkpoint.path])  # before the model runs
     for line in plan.notices:

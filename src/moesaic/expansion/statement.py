@@ -93,7 +93,7 @@ def _multiplied(plan: ExpandPlan) -> str:
 def _noise(plan: ExpandPlan) -> str:
     if not plan.recipe.delta:
         return ""
-    where = "selection bias" if plan.model.family.selection_bias else "router rows"
+    where = "selection bias" if plan.bias_takes_noise else "router rows"
     return f"; not exact by the noise of --delta {plan.recipe.delta:g} on the duplicates' {where} (--delta 0 is)"
 
 

@@ -90,10 +90,9 @@ def find_utilities(plan: ExpandPlan, *, quiet: bool = False) -> UtilityTable | N
     if recipe.utility == "uniform":
         return None
     if recipe.utility == "weight_norm":
-        return _table(plan, weight_norms(plan, quiet=quiet), None)
+        return utility_table(plan, weight_norms(plan, quiet=quiet), None)
     gradients = expert_gradients(plan, quiet=quiet)
-    score = _SCORES[str(recipe.utility)]
-    return _table(plan, {layer: score(gradients, layer) for layer in gradients.gradient_norms}, gradients)
+    return utility_table(plan, scores(str(recipe.utility), gradients), gradients)
 
 
 def weight_norms(plan: ExpandPlan, *, quiet: bool = False) -> dict[int, tuple[float, ...]]:
@@ -164,9 +163,15 @@ def _are_utilities(values: Any, count: int) -> bool:
     )
 
 
-def _table(
+def scores(utility: str, gradients: ExpertGradients) -> dict[int, tuple[float, ...]]:
+    """A gradient utility of each expert, per layer."""
+    return {layer: _SCORES[utility](gradients, layer) for layer in gradients.gradient_norms}
+
+
+def utility_table(
     plan: ExpandPlan, per_layer: Mapping[int, tuple[float, ...]], gradients: ExpertGradients | None
 ) -> UtilityTable:
+    """Utilities of a plan's checkpoint, with what is known of their calibration."""
     return UtilityTable(
         utility=str(plan.recipe.utility),
         config_hash=_config_hash(plan.checkpoint),

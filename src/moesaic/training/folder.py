@@ -14,8 +14,10 @@ from moesaic.training.recipe import TrainRecipe
 RECIPE_FILE = "recipe.yaml"
 _LOCK = "lock"
 
-MAY_CHANGE = ("budget", "checkpoint", "validation", "parallel", "batch.micro_sequences", "compile")
+MAY_CHANGE = ("budget", "checkpoint", "validation", "parallel", "batch.micro_sequences", "compile", "expand")
 """Keys that may differ on `--resume`: they say how long, how often and on what, not what a step computes.
+
+Of `expand`, what lies ahead may change; `growth_run.refuse_changed_expansions` looks at what was done.
 
 `parallel` and `batch.micro_sequences` shape the global micro-batch, which the balancing loss (and nothing else) sees.
 """

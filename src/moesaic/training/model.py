@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from moesaic.checkpoint.source import open_checkpoint
+from moesaic.data.documents import keeps_documents_apart
 from moesaic.errors import MoesaicError
-from moesaic.expansion.gradients import keeps_documents_apart
 from moesaic.loading import load
 from moesaic.routing.install import Installation, find_installation, install
 from moesaic.training.parallel import World, distributed_config, reshard
@@ -35,17 +35,26 @@ class TrainedModel:
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in parameters}
 
 
-def build_model(recipe: TrainRecipe, out: Path, world: World) -> TrainedModel:
-    """Load or make the model that `recipe.model` names.
+def build_model(
+    recipe: TrainRecipe, out: Path, world: World, start: "str | Path | ScratchModel | PreTrainedConfig"
+) -> TrainedModel:
+    """Load or make the model that a run starts from.
+
+    Args:
+        recipe: of the run.
+        out: folder of the run, which new weights pass through where several ranks share them.
+        world: the ranks.
+        start: a checkpoint, a model from scratch, or a configuration whose weights come from elsewhere.
 
     Raises: `MoesaicError` for a checkpoint that can't be read, a configuration that makes no model, and a rule or a
     loss that needs routers where the model has none.
     """
-    if isinstance(recipe.model, ScratchModel):
-        model, config = _from_scratch(recipe, recipe.model, out, world)
+    if isinstance(start, (str, Path)):
+        config = AutoConfig.from_pretrained(open_checkpoint(start).path, local_files_only=True)
+        model = _load(start, recipe, world)
     else:
-        config = AutoConfig.from_pretrained(open_checkpoint(recipe.model).path, local_files_only=True)
-        model = _load(recipe.model, recipe, world)
+        config = _make_config(start) if isinstance(start, ScratchModel) else start
+        model = _from_scratch(recipe, config, out, world)
     model.config.use_cache = False
     _refuse_leaking_documents(model)
     installation = _install(model, recipe)
@@ -62,13 +71,10 @@ def _load(path: str | Path, recipe: TrainRecipe, world: World) -> PreTrainedMode
     return load(path, device=world.device, dtype="float32", distributed=sharding)
 
 
-def _from_scratch(
-    recipe: TrainRecipe, scratch: ScratchModel, out: Path, world: World
-) -> tuple[PreTrainedModel, PreTrainedConfig]:
+def _from_scratch(recipe: TrainRecipe, config: PreTrainedConfig, out: Path, world: World) -> PreTrainedModel:
     """Draw the weights in one process on the CPU, so that they depend on nothing but the seed."""
-    config = _make_config(scratch)
     if world.size == 1:
-        return _draw(config, recipe.seed).to(world.device), config  # pyright: ignore[reportArgumentType]
+        return _draw(config, recipe.seed).to(world.device)  # pyright: ignore[reportArgumentType]
     initial = out / "state" / "initial"
     if world.is_main:
         _draw(config, recipe.seed).save_pretrained(initial)
@@ -77,7 +83,7 @@ def _from_scratch(
     world.barrier()
     if world.is_main:
         shutil.rmtree(initial)
-    return model, config
+    return model
 
 
 def _make_config(scratch: ScratchModel) -> PreTrainedConfig:

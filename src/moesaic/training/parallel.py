@@ -55,6 +55,23 @@ class World:
         assert result is not None
         return result
 
+    def from_main(self, make: Callable[[], ResultT]) -> ResultT:
+        """Call `make` on the main rank and give its (pickled) result to all, or raise its MoesaicError on all."""
+        if self.size == 1:
+            return make()
+        outcome: list[tuple[ResultT | None, MoesaicError | None] | None] = [None]
+        if self.is_main:
+            try:
+                outcome[0] = (make(), None)
+            except MoesaicError as error:
+                outcome[0] = (None, error)
+        dist.broadcast_object_list(outcome)
+        assert outcome[0] is not None
+        result, refusal = outcome[0]
+        if refusal is not None:
+            raise refusal
+        return result  # pyright: ignore[reportReturnType]
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from moesaic.data.recipe import DataRecipe
 from moesaic.errors import MoesaicError
 from moesaic.routing.config import RuleConfig
+from moesaic.training.growth_recipe import Transition, positions
 
 BalanceScope = Literal["local", "global", "batch"]
 Schedule = Literal["cosine", "linear"]
@@ -223,6 +224,8 @@ class TrainRecipe:
     """Tokens per step."""
     budget: BudgetRecipe = field(default_factory=BudgetRecipe)
     """Length of the run; with `data.epochs` as well, whichever ends first."""
+    expand: Transition | tuple[Transition, ...] = ()
+    """Growth of the experts in mid-training: one expansion, or several in order."""
     precision: Precision = "bf16"
     """`bf16` computes in bf16 with fp32 master weights, gradients and moments; the result is saved in this type."""
     parallel: ParallelRecipe = field(default_factory=ParallelRecipe)
@@ -237,6 +240,11 @@ class TrainRecipe:
     """`torch.compile` every decoder layer."""
     seed: int = 0
     """Seed of initial weights, data order and pool sizes; not negative."""
+
+    @property
+    def transitions(self) -> tuple[Transition, ...]:
+        """The expansions, in order."""
+        return (self.expand,) if isinstance(self.expand, Transition) else self.expand
 
     @property
     def data_ranks(self) -> int:
@@ -272,6 +280,8 @@ class TrainRecipe:
             raise MoesaicError(
                 f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) exceeds the budget ({self.budget_steps} steps)"
             )
+        if self.budget_steps is not None:
+            positions(self.transitions, steps=self.budget_steps, tokens_per_step=self.batch.tokens)
         if self.validation.every_steps is not None and not self.data.validation:
             raise MoesaicError("validation.every_steps is set, but data.validation names no held-out set")
         unit = self.data.sequence_length * self.batch.micro_sequences * self.data_ranks

@@ -86,6 +86,11 @@ def validation_line(measured: Mapping[str, DomainLoss], *, step: int, tokens: in
     return {"kind": "validation", "step": step, "tokens": tokens, "validation": domains}
 
 
+def expansion_line(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The line of one expansion, between the line of its step and that of the next."""
+    return {"kind": "expansion", **record}
+
+
 class Console:
     """Lines on stderr: the first step, the last, and every few seconds."""
 

@@ -1,7 +1,7 @@
 """The end of a run: OUT becomes a plain checkpoint, beside its metrics, recipe and run state."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,7 @@ def write_result(
     tokenizer: PreTrainedTokenizerBase,
     steps: int,
     validation: Mapping[str, DomainLoss],
+    expansions: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write the checkpoint into OUT: aside first, then moved, config.json last; the old one's config.json goes first.
 
@@ -116,17 +117,38 @@ def write_result(
         seed=recipe.seed,
         sources=sources,
         weights_hash=digest,
-        extra={"steps": steps, "tokens": steps * recipe.batch.tokens, "routing": _routing_record(trained)},
+        extra={
+            "steps": steps,
+            "tokens": steps * recipe.batch.tokens,
+            "routing": routing_record(trained),
+            **_experts(recipe, expansions),
+        },
     )
     _move(aside, out)
 
 
-def _routing_record(trained: TrainedModel) -> dict[str, Any] | None:
+def routing_record(trained: TrainedModel) -> dict[str, Any] | None:
     """What `load` reinstalls; nothing where the routers are as the checkpoint makes them."""
     installation = trained.installation
     if installation is None or (installation.config.rule is None and installation.selection_bias is None):
         return None
     return installation.to_record()
+
+
+def _experts(recipe: TrainRecipe, expansions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The expansions of the run, and the ids that its experts had in the first model of all."""
+    known = known_experts(recipe, expansions)
+    experts = {} if known is None else {"experts": known}
+    return experts | ({"expansions": [dict(one) for one in expansions]} if expansions else {})
+
+
+def known_experts(recipe: TrainRecipe, expansions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The `experts` entry of moesaic.json after these expansions: the last one's, else what the source has."""
+    if expansions:
+        return {"original": expansions[-1]["original"]}
+    record = read_provenance(open_checkpoint(recipe.model).path) if isinstance(recipe.model, str) else None
+    original = (record or {}).get("experts", {}).get("original")
+    return None if original is None else {"original": original}
 
 
 def _write_weights(tensors: Mapping[str, Tensor], folder: Path) -> str:

@@ -5,81 +5,40 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig
 
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.provenance import read_provenance
 from moesaic.data.batch import PackedBatch
 from moesaic.data.dataset import PackedDataset
 from moesaic.data.prepare import prepare
-from moesaic.data.validation import ValidationSet, validation_sets
+from moesaic.data.validation import validation_sets
 from moesaic.errors import MoesaicError
 from moesaic.progress import notice
 from moesaic.recipe import dump_recipe, recipe_values
+from moesaic.training.building import build_trainable
 from moesaic.training.folder import RECIPE_FILE, clear_folder, locked_folder, refuse_changes, refuse_overlap
+from moesaic.training.growth_recipe import positions
+from moesaic.training.growth_run import check_expansions, clear_expansion, expand, refuse_changed_expansions
 from moesaic.training.metrics import MetricsLog
-from moesaic.training.model import build_model
-from moesaic.training.optimizer import build_optimizer
 from moesaic.training.parallel import World, joined_world
 from moesaic.training.recipe import TrainRecipe
-from moesaic.training.report import Console, Throughput, step_line, validation_line
+from moesaic.training.report import Console, step_line, validation_line
 from moesaic.training.result import DTYPES, TrainResult, gather, write_result
+from moesaic.training.running import Run, save, throughput_of
 from moesaic.training.schedule import learning_rate
 from moesaic.training.signals import TERMINATED, termination_flag
 from moesaic.training.state import (
-    RunState,
     list_states,
-    prune_states,
     read_run,
     remove_unfinished,
-    save_state,
 )
-from moesaic.training.step import StepResult, Trainable, run_step
-from moesaic.training.tensors import optimizer_tensors_of, restore, weights_of
-from moesaic.training.tokenizer import load_run_tokenizer, refuse_larger_vocabulary
-from moesaic.training.validate import DomainLoss, validate
-from moesaic.training.weights import MasterWeights, describe_trainable, freeze
-
-
-@dataclass(kw_only=True)
-class _Run:
-    """A run between two steps."""
-
-    out: Path
-    trainable: Trainable
-    tokenizer: PreTrainedTokenizerBase
-    data: PackedDataset
-    held_out: tuple[ValidationSet, ...]
-    steps: int
-    """Of the whole run."""
-    step: int
-    """Steps done."""
-    log: MetricsLog
-    console: Console
-    throughput: Throughput
-    last: StepResult | None = None
-    validation: dict[str, DomainLoss] | None = None
-    """Measured after the last step done; `None` where it was not."""
-
-    @property
-    def recipe(self) -> TrainRecipe:
-        return self.trainable.recipe
-
-    @property
-    def world(self) -> World:
-        return self.trainable.world
-
-    @property
-    def states(self) -> Path:
-        return self.out / "state"
-
-    @property
-    def tokens(self) -> int:
-        """Positions that the steps done have seen."""
-        return self.step * self.recipe.batch.tokens
+from moesaic.training.step import run_step
+from moesaic.training.tensors import restore, weights_of
+from moesaic.training.tokenizer import load_run_tokenizer
+from moesaic.training.validate import validate
 
 
 def train(
@@ -129,7 +88,7 @@ def train(
     )
 
 
-def _start(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: bool) -> _Run:
+def _start(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: bool) -> Run:
     """Everything that can be refused, then the model, the data and the last state."""
     state = next(reversed(list_states(out / "state")), None) if resume else None
     saved = None if state is None else read_run(state)
@@ -139,19 +98,27 @@ def _start(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: bo
     prepared = world.from_local_main(lambda: prepare(recipe.data, tokenizer, quiet=quiet))
     data = PackedDataset(prepared, seed=recipe.seed, sequences_per_step=recipe.sequences_per_step)
     steps = min(limit for limit in (recipe.budget_steps, data.num_steps) if limit is not None)
-    trainable = _build(recipe, out, world, tokenizer, quiet)
+    expansion_steps = positions(recipe.transitions, steps=steps, tokens_per_step=recipe.batch.tokens)
+    if saved is not None:
+        refuse_changed_expansions(saved, recipe, expansion_steps)
+    grown = state is not None and saved is not None and saved.expansions
+    start = AutoConfig.from_pretrained(state / "model", local_files_only=True) if grown and state else recipe.model
+    trainable = build_trainable(recipe, out, world, start=start, tokenizer=tokenizer, quiet=quiet)
+    check_expansions(trainable, done=0 if saved is None else len(saved.expansions))
     if world.is_main:
         if state is None:
             clear_folder(out)
         remove_unfinished(out / "state")
+        clear_expansion(out)
         with explained(out):
             (out / RECIPE_FILE).write_text(dump_recipe(recipe), encoding="utf-8")
     world.barrier()
     first = 0 if saved is None else saved.step
     if state is not None:
-        restore(trainable, state, first, world)
+        assert saved is not None
+        restore(trainable, state, first - saved.reset_step, world)
         notice(f"resuming after step {first:,} of {steps:,}", quiet=quiet)
-    return _Run(
+    return Run(
         out=out,
         trainable=trainable,
         tokenizer=tokenizer,
@@ -163,38 +130,22 @@ def _start(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: bo
             out, start_bytes=0 if saved is None else saved.metrics_bytes, start_step=first, active=world.is_main
         ),
         console=Console(steps=steps, first=first, quiet=quiet),
-        throughput=Throughput(
-            trainable.masters.parameters,
-            trainable.model.config,
-            sequence_length=recipe.data.sequence_length,
-            precision=recipe.precision,
-            device=world.device,
-            ranks=world.size,
-        ),
+        throughput=throughput_of(trainable),
+        expansion_steps=expansion_steps,
+        expansions=[] if saved is None else list(saved.expansions),
+        reset_step=0 if saved is None else saved.reset_step,
+        quiet=quiet,
         validation=None if saved is None else saved.measured,
     )
 
 
-def _build(recipe: TrainRecipe, out: Path, world: World, tokenizer: PreTrainedTokenizerBase, quiet: bool) -> Trainable:
-    model = build_model(recipe, out, world)
-    refuse_larger_vocabulary(tokenizer, model.config.get_text_config().vocab_size)
-    freeze(model.model, recipe.optimizer.frozen)
-    notice(describe_trainable(model.model), quiet=quiet)
-    copies = DTYPES[recipe.precision] if recipe.precision != "fp32" and world.size == 1 else None
-    masters = MasterWeights(model.model, copies=copies)
-    return Trainable(
-        recipe=recipe,
-        world=world,
-        model=model,
-        masters=masters,
-        optimizer=build_optimizer(masters.trainable, recipe.optimizer),
-    )
-
-
-def _loop(run: _Run, terminated: threading.Event) -> None:
+def _loop(run: Run, terminated: threading.Event) -> None:
     """Take the steps that are left."""
     if run.step == 0 and run.held_out:
         _validate(run)
+    if run.must_expand:  # resumed just before
+        with _last_good(run):
+            expand(run)
     for batches in _batches_ahead(run):
         with _last_good(run):
             _step(run, batches)
@@ -204,41 +155,35 @@ def _loop(run: _Run, terminated: threading.Event) -> None:
                 _validate(run)
             stop = run.world.any(terminated.is_set())
             every = run.recipe.checkpoint.every_steps
-            if stop or run.step == run.steps or (every is not None and run.step % every == 0):
-                _save(run)
+            due = every is not None and run.step % every == 0
+            if stop or due or run.must_expand or run.step == run.steps:
+                save(run)
         if stop and run.step < run.steps:
             notice(
                 f"stopped by SIGTERM after step {run.step:,}; --resume goes on from there", quiet=not run.world.is_main
             )
             raise SystemExit(TERMINATED)
+        if run.must_expand:
+            with _last_good(run):
+                expand(run)
 
 
-def _batches_ahead(run: _Run) -> Iterator[list[PackedBatch]]:
+def _batches_ahead(run: Run) -> Iterator[list[PackedBatch]]:
     """The micro-batches of every step that is left, cut while the step before runs."""
-    num_micro_steps, world = run.recipe.micro_steps, run.world
-
-    def cut(step: int) -> list[PackedBatch]:
-        return [
-            run.data.batch(
-                step, micro_step=index, num_micro_steps=num_micro_steps, rank=world.rank, world_size=world.size
-            )
-            for index in range(num_micro_steps)
-        ]
-
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
         first = run.step
-        ahead = pool.submit(cut, first) if first < run.steps else None
+        ahead = pool.submit(run.micro_batches, first) if first < run.steps else None
         for step in range(first, run.steps):
             assert ahead is not None
             batches = ahead.result()
-            ahead = pool.submit(cut, step + 1) if step + 1 < run.steps else None
+            ahead = pool.submit(run.micro_batches, step + 1) if step + 1 < run.steps else None
             yield batches
 
 
 @contextmanager
-def _last_good(run: _Run) -> Iterator[None]:
+def _last_good(run: Run) -> Iterator[None]:
     """Name the step and the last good state in what stops a run."""
-    step = run.step + 1
+    step = run.step if run.must_expand else run.step + 1
     try:
         yield
     except MoesaicError as error:
@@ -247,7 +192,7 @@ def _last_good(run: _Run) -> Iterator[None]:
         raise MoesaicError(f"step {step}: {error}; {good}") from error
 
 
-def _step(run: _Run, batches: list[PackedBatch]) -> None:
+def _step(run: Run, batches: list[PackedBatch]) -> None:
     started = time.perf_counter()
     rate = learning_rate(run.step, run.steps, run.recipe.optimizer)
     result = run_step(run.trainable, batches, step=run.step, rate=rate, num_domains=len(run.data.domains))
@@ -263,33 +208,13 @@ def _step(run: _Run, batches: list[PackedBatch]) -> None:
     run.console.step(line)
 
 
-def _validate(run: _Run) -> None:
+def _validate(run: Run) -> None:
     run.validation = validate(run.trainable, run.held_out)
     run.log.write(validation_line(run.validation, step=run.step, tokens=run.tokens))
     run.console.validation(run.validation, run.step)
 
 
-def _save(run: _Run) -> None:
-    state = RunState(
-        step=run.step,
-        metrics_bytes=run.log.sync(),
-        validation=None if run.validation is None else {name: asdict(loss) for name, loss in run.validation.items()},
-        recipe=recipe_values(run.recipe),
-    )
-    save_state(
-        run.states,
-        state,
-        weights=weights_of(run.trainable),
-        optimizer=optimizer_tensors_of(run.trainable),
-        config=run.trainable.model.config,
-        world=run.world,
-    )
-    if run.world.is_main:
-        prune_states(run.states, run.recipe.checkpoint.keep)
-    run.world.barrier()
-
-
-def _finish(run: _Run, quiet: bool) -> None:
+def _finish(run: Run, quiet: bool) -> None:
     """Write the checkpoint, on the main rank; the others hand it their shards."""
     if run.last is None and (read_provenance(run.out) or {}).get("steps") == run.step:
         notice(f"{run.out}: was finished before, after {run.step:,} steps; a larger budget would go on", quiet=quiet)
@@ -304,6 +229,7 @@ def _finish(run: _Run, quiet: bool) -> None:
             tokenizer=run.tokenizer,
             steps=run.step,
             validation=run.validation or {},
+            expansions=run.expansions,
         )
         notice(f"wrote {run.out}", quiet=quiet)
     run.world.barrier()

@@ -14,7 +14,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,16 @@ class RunState:
     """Losses of the held-out sets by domain, if they were measured after this very step."""
     recipe: dict[str, Any]
     """The resolved recipe as plain values."""
+    expansions: list[dict[str, Any]] = field(default_factory=list)
+    """What was recorded of each expansion that the model has gone through."""
+    reset_step: int = 0
+    """Steps done when the moments of AdamW were last put to zero."""
+
+    @property
+    def name(self) -> str:
+        """Of its folder; right after an expansion, another than just before, and later in order."""
+        expanded = bool(self.expansions) and self.expansions[-1]["step"] == self.step
+        return f"step-{self.step:08d}{'-expanded' if expanded else ''}"
 
     @property
     def measured(self) -> dict[str, DomainLoss] | None:
@@ -91,7 +101,7 @@ def save_state(
 
     Raises: `MoesaicError` for a full disk and other failures of the disk. The states before stay as they are.
     """
-    final = folder / f"step-{run.step:08d}"
+    final = folder / run.name
     aside = final.with_name(final.name + _UNFINISHED)
     with explained(final):
         if world.is_main:
@@ -121,8 +131,8 @@ def save_state(
 
 def load_state(state: Path, *, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], world: World) -> None:
     """Read a state into tensors that are there already, each rank its shards."""
-    _read(weights, state / "model", world)
-    _read(optimizer, state / "optimizer", world)
+    read_tensors(weights, state / "model", world)
+    read_tensors(optimizer, state / "optimizer", world)
 
 
 def prune_states(folder: Path, keep: int) -> None:
@@ -158,7 +168,8 @@ def _write(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
 
 
 @torch.no_grad()
-def _read(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
+def read_tensors(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
+    """Read tensors by name from the safetensors files of a folder into what is there, each rank its shards."""
     chunks = {name: _contiguous(tensor) for name, tensor in tensors.items()}
     with _one_process_is_meant():
         load(chunks, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=world.size == 1)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from moesaic.training.optimizer import MOMENTS
 from moesaic.training.parallel import World
@@ -13,6 +14,12 @@ from moesaic.training.step import Trainable
 def weights_of(trainable: Trainable) -> dict[str, Tensor]:
     """fp32 weights (frozen ones as the model has them) and persistent buffers, by name."""
     return {**trainable.masters.parameters, **trainable.model.buffers()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor on every rank, which all call this; without gradient."""
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 def optimizer_tensors_of(trainable: Trainable) -> dict[str, Tensor]:
@@ -29,9 +36,14 @@ def optimizer_tensors_of(trainable: Trainable) -> dict[str, Tensor]:
     return tensors
 
 
-def restore(trainable: Trainable, state: Path, step: int, world: World) -> None:
-    """Put the state that was saved after `step` steps in the place of what is there."""
+def restore(trainable: Trainable, state: Path, updates: int, world: World) -> None:
+    """Put a state that was saved in the place of what is there; `updates` are those that its moments are made of."""
     load_state(state, weights=weights_of(trainable), optimizer=optimizer_tensors_of(trainable), world=world)
-    for moments in trainable.optimizer.state.values():
-        moments["step"].fill_(step)
+    set_updates(trainable, updates)
     trainable.masters.publish()
+
+
+def set_updates(trainable: Trainable, updates: int) -> None:
+    """Say how many updates the moments are made of, which AdamW corrects them for."""
+    for moments in trainable.optimizer.state.values():
+        moments["step"].fill_(updates)

@@ -47,6 +47,12 @@ def ratio_with_error(losses_N: Tensor, tokens_N: Tensor) -> DomainLoss:
 
 def validate(trainable: Trainable, sets: Sequence[ValidationSet]) -> dict[str, DomainLoss]:
     """Run every held-out set through the model in evaluation mode: routing as at inference, without pools."""
+    found = document_losses(trainable, sets)
+    return {domain: ratio_with_error(losses_N, tokens_N) for domain, (losses_N, tokens_N) in found.items()}
+
+
+def document_losses(trainable: Trainable, sets: Sequence[ValidationSet]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The same, as total loss and number of predicted tokens of each document (float64, on the CPU), by domain."""
     model = trainable.model.model
     model.eval()
     try:
@@ -57,14 +63,14 @@ def validate(trainable: Trainable, sets: Sequence[ValidationSet]) -> dict[str, D
 
 
 @torch.no_grad()
-def _run(trainable: Trainable, held_out: ValidationSet) -> DomainLoss:
+def _run(trainable: Trainable, held_out: ValidationSet) -> tuple[Tensor, Tensor]:
     world = trainable.world
     sums_2N = torch.zeros(2, held_out.num_documents, dtype=torch.float64, device=world.device)
     batches = held_out.batches(trainable.recipe.batch.micro_sequences, rank=world.rank, world_size=world.size)
     for batch in batches:
         _add(trainable, batch.to(world.device), sums_2N)
     losses_N, tokens_N = world.sum(sums_2N).cpu()
-    return ratio_with_error(losses_N, tokens_N)
+    return losses_N, tokens_N
 
 
 def _add(trainable: Trainable, batch: PackedBatch, sums_2N: Tensor) -> None:
