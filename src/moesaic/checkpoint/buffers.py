@@ -33,7 +33,9 @@ class BufferPool:
             self._collect()
             block = self._best(nbytes)
         if block is None:
-            block = mmap.mmap(-1, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE)
+            # Private: shared memory is not what `ulimit -d` counts, and seldom gets huge pages.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            block = mmap.mmap(-1, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE, flags=flags)
             block.madvise(mmap.MADV_HUGEPAGE)
         array = np.frombuffer(block, dtype=np.uint8, count=nbytes)
         weakref.finalize(array, self._give_back, block).atexit = False

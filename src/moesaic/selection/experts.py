@@ -17,6 +17,9 @@ from moesaic.errors import MoesaicError
 
 _ROUTER_NAMES = ("gate", "router")
 
+_COMPILED_PER_SHAPE = (torch.bfloat16, torch.float16)
+"""On CPUs, oneDNN compiles a kernel for every number of rows in these types: 2 ms, and 1.6 MB that it keeps."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MoEBlock:
@@ -88,11 +91,20 @@ def run_experts(
         if count:
             rows_R = order_A[start : start + count]
             token_R = rows_R // active
-            output_RD = _one_expert(experts, expert, hidden_TD[token_R]).to(wide)
+            padded_P = F.pad(token_R, (0, _number_of_rows(count, hidden_TD) - count))
+            output_RD = _one_expert(experts, expert, hidden_TD[padded_P])[:count].to(wide)
             norms_A[rows_R] = torch.linalg.vector_norm(output_RD, dim=-1)
             sum_TD.index_add_(0, token_R, output_RD * weights_A[rows_R].unsqueeze(-1))
             start += count
     return sum_TD.to(hidden_TD.dtype), norms_A.view_as(ids_TK)
+
+
+def _number_of_rows(count: int, hidden_TD: Tensor) -> int:
+    """How many rows to run an expert on instead of `count`: few different numbers, at most an eighth (or 15) more."""
+    if hidden_TD.device.type != "cpu" or hidden_TD.dtype not in _COMPILED_PER_SHAPE:
+        return count
+    step = 1 << max(4, count.bit_length() - 4)
+    return -(-count // step) * step
 
 
 def _one_expert(experts: Any, expert: int, hidden_RD: Tensor) -> Tensor:

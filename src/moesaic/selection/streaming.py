@@ -1,7 +1,8 @@
 """Run a checkpoint's decoder layers one after the other over all sequences, with one layer's weights in memory.
 
 So a checkpoint larger than memory can be run: the model is built without memory (meta device), a layer's tensors are
-read when its turn comes and dropped after it. What is kept is the hidden states of all sequences.
+read when its turn comes and dropped after it; experts are read right into their places in the stacked parameters. What
+is kept is the hidden states of all sequences.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,10 @@ from transformers.utils import logging
 from moesaic.checkpoint.reader import read_tensor
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.errors import MoesaicError
+from moesaic.families.moe import ROUTER_ROLES, detect_moe
+from moesaic.selection.experts import find_block
 from moesaic.selection.rules import install_recorded
+from moesaic.selection.stacking import ExpertStacks
 
 _META = torch.device("meta")
 
@@ -64,6 +68,14 @@ class StreamedModel:
         self._model: PreTrainedModel = model.eval()
         self._base: Any = model.base_model
         self._conversions: list[Any] = list(get_model_conversion_mapping(model))
+        self._moe_layers = {layer.layer: layer for layer in detect_moe(checkpoint).layers}
+        self._stacked = {
+            name
+            for layer in self._moe_layers.values()
+            for tensor in layer.expert_tensors
+            if tensor.role not in ROUTER_ROLES
+            for name in tensor.names(layer.num_experts)
+        }
         self._fill_buffers()
         install_recorded(model, checkpoint.path)
 
@@ -71,7 +83,12 @@ class StreamedModel:
     def layers(self, batches: Sequence[Batch], step: Callable[[LoadedLayer], None]) -> None:
         """Take all batches through all layers; `step` gets each layer and must advance every batch's hidden states."""
         self._embed(batches)
+        stacks = ExpertStacks(self._checkpoint)
         for index, module in enumerate(self._base.layers):
+            if index in self._moe_layers:
+                block = find_block(module)
+                assert block is not None, index
+                stacks.fill(block.experts, self._moe_layers[index])
             self._load(lambda name, index=index: f".layers.{index}." in f".{name}", module)
             step(LoadedLayer(index=index, module=module))
             _forget(module)
@@ -92,8 +109,12 @@ class StreamedModel:
             _forget(module)
 
     def _load(self, wanted: Callable[[str], bool], *modules: nn.Module) -> None:
-        """Read the tensors whose names are wanted, and require that `modules` are then complete."""
-        state = {name: read_tensor(info) for name, info in self._checkpoint.tensors.items() if wanted(name)}
+        """Read the tensors whose names are wanted, experts apart, and require that `modules` are then complete."""
+        state = {
+            name: read_tensor(info)
+            for name, info in self._checkpoint.tensors.items()
+            if wanted(name) and name not in self._stacked
+        }
         load_config = LoadStateDictConfig(
             dtype=self._dtype,
             dtype_plan=self._model._get_dtype_plan(self._dtype),
