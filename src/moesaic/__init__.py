@@ -14,6 +14,7 @@ from moesaic.modeling import register as _register
 if TYPE_CHECKING:
     from moesaic.api import upcycle
     from moesaic.expansion.api import expand
+    from moesaic.exporting.run import export
     from moesaic.generation import generate
     from moesaic.loading import load
     from moesaic.planning import plan
@@ -28,6 +29,7 @@ __all__ = [
     "MoesaicError",
     "__version__",
     "expand",
+    "export",
     "extract",
     "generate",
     "load",
@@ -46,6 +48,7 @@ __version__ = "0.1.0"
 # function (so the implementation of `upcycle` is in `upcycling`, and so on).
 _FUNCTIONS = {
     "expand": "moesaic.expansion.api",
+    "export": "moesaic.exporting.run",
     "extract": "moesaic.selection.extraction",
     "generate": "moesaic.generation",
     "load": "moesaic.loading",
