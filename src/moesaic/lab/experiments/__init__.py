@@ -1,0 +1,36 @@
+"""The experiments: each says its steps for a scale and what its numbers mean."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from moesaic.lab.experiments import emo, expand
+from moesaic.lab.plan import Plan
+from moesaic.lab.rows import Row
+from moesaic.lab.scale import Scale
+from moesaic.lab.tables import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One experiment."""
+
+    question: str
+    """What it answers, in a line."""
+    plan: Callable[[Scale, str | None, int], Plan]
+    """(scale, folder of --data or None, number of seeds) -> steps."""
+    tables: Callable[[Sequence[Row]], list[Table]]
+    """Rows of numbers -> tables."""
+
+
+EXPERIMENTS: Mapping[str, Experiment] = {
+    "emo": Experiment(
+        question="can a part of the experts stand for the whole on one domain (EMO)?",
+        plan=emo.plan,
+        tables=emo.tables,
+    ),
+    "expand": Experiment(
+        question="can few experts become many on the way (Expert Upcycling)?",
+        plan=expand.plan,
+        tables=expand.tables,
+    ),
+}

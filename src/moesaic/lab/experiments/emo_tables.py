@@ -1,0 +1,140 @@
+"""The tables of the experiment `emo`."""
+
+from collections.abc import Sequence
+
+from moesaic.lab.rows import Row
+from moesaic.lab.tables import Table, difference, interval_of, label_values, pivot, show, where
+
+_FULL = 1.0
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """Every table that there are numbers for."""
+    subsets = where(rows, measure="subset_loss")
+    trained = where(rows, measure="loss", stage="trained")
+    made = [
+        pivot(
+            trained,
+            title="From scratch on the same tokens",
+            note="Held-out loss in nats per token after training, with all experts.",
+            down=("model",),
+            across="domain",
+            mean="mean",
+        ),
+        _increase(subsets),
+        pivot(
+            [row for row in subsets if row["share"] != _FULL],
+            title="Each method and number of calibration documents",
+            note="Held-out loss with the experts chosen for a domain, mean over the domains. Columns: share kept.",
+            down=("model", "method", "documents"),
+            across="share",
+        ),
+        _per_domain(subsets),
+        pivot(
+            where(rows, measure="loss", stage="tuned"),
+            title="After fine-tuning on one domain",
+            note="Held-out loss of that domain; experts chosen by router on 5 documents, share 1.0 is the full model.",
+            down=("model", "share"),
+            across="domain",
+            mean="mean",
+        ),
+        _memory_matched(rows),
+        pivot(
+            where(rows, measure="domain_similarity"),
+            title="Do domains use different experts?",
+            note="Cosine of the domains' mean router probabilities, mean over pairs of domains. Columns: MoE layer.",
+            down=("model",),
+            across="layer",
+        ),
+        _training(rows),
+        _checks(rows),
+    ]
+    return [table for table in made if table.rows]
+
+
+def _router_on_5(subsets: Sequence[Row]) -> list[Row]:
+    """The selection that most tables use: by `router`, on the number of documents nearest to 5."""
+    numbers = label_values(subsets, "documents")
+    number = min(numbers, key=lambda value: abs(value - 5), default=None)
+    return where(subsets, method="router", documents=number)
+
+
+def _increase(subsets: Sequence[Row]) -> Table:
+    chosen = _router_on_5(subsets)
+    shares = label_values(chosen, "share")
+    body = []
+    for model in label_values(subsets, "model"):
+        full = where(subsets, model=model, share=_FULL)
+        parts = (where(chosen, model=model, share=share) for share in shares)
+        body.append((model, show(interval_of(full)), *(show(difference(part, full)) for part in parts)))
+    return Table(
+        title="What fewer experts cost",
+        note="Loss with all experts, and the increase with a share of them, chosen by router on 5 documents of the "
+        "domain; mean over the domains, paired by seed.",
+        header=("model", "all", *(f"{share:.1%} more" for share in shares)),
+        rows=tuple(body),
+    )
+
+
+def _per_domain(subsets: Sequence[Row]) -> Table:
+    return pivot(
+        [*where(subsets, share=_FULL), *_router_on_5(subsets)],
+        title="Each domain",
+        note="Held-out loss with a share of the experts, chosen by router on 5 documents of the domain.",
+        down=("model", "share"),
+        across="domain",
+        mean="mean",
+    )
+
+
+def _memory_matched(rows: Sequence[Row]) -> Table:
+    """Figure 1 of the paper: 25% of the experts, before and after fine-tuning, beside small models from scratch."""
+    subsets, trained = where(rows, measure="subset_loss"), where(rows, measure="loss", stage="trained")
+    chosen = where(_router_on_5(subsets), share=0.25)
+    body = [
+        ("standard MoE with as many experts, from scratch", show(interval_of(where(trained, model="few_experts")))),
+        ("dense model of the active size, from scratch", show(interval_of(where(trained, model="dense")))),
+    ]
+    for model in label_values(chosen, "model"):
+        tuned = where(rows, measure="loss", stage="tuned", model=model, share=0.25)
+        body.append((f"25% of {model}", show(interval_of(where(chosen, model=model)))))
+        if tuned:
+            body.append((f"25% of {model}, fine-tuned", show(interval_of(tuned))))
+    return Table(
+        title="At equal memory",
+        note="Held-out loss, mean over the domains. The parts see the same tokens as the models from scratch, and the "
+        "fine-tuned ones a few more of their domain.",
+        header=("model", "loss"),
+        rows=tuple(body) if chosen else (),
+    )
+
+
+def _training(rows: Sequence[Row]) -> Table:
+    trained = where(rows, stage="trained")
+    body = []
+    for model in label_values(trained, "model"):
+        mine = where(trained, model=model)
+        cells = (
+            show(interval_of(where(mine, measure=measure)), digits)
+            for measure, digits in (("spikes", 1), ("largest_gradient", 1), ("load_entropy", 3), ("seconds", 0))
+        )
+        body.append((model, *cells))
+    return Table(
+        title="Training",
+        note="Steps whose gradient norm is over 5 times the run's median; the largest norm over the median; entropy of "
+        "the experts' load over log E in the last step; seconds of all steps.",
+        header=("model", "spikes", "largest / median", "load entropy", "seconds"),
+        rows=tuple(body),
+    )
+
+
+def _checks(rows: Sequence[Row]) -> Table:
+    checked, outside = where(rows, measure="pool_checked"), where(rows, measure="pool_violations")
+    body = []
+    if checked:
+        tokens, wrong = sum(row["value"] for row in checked), sum(row["value"] for row in outside)
+        body.append(("routings of tokens outside their document's pool", f"{wrong:,} of {tokens:,}"))
+    if extracted := where(rows, measure="restrict_minus_extracted"):
+        largest = max(row["value"] for row in extracted)
+        body.append(("largest difference of logits, masked and extracted", f"{largest:g}"))
+    return Table(title="Checks", note="Over all seeds.", header=("check", "result"), rows=tuple(body))

@@ -1,0 +1,48 @@
+"""Run one step of an experiment: `python -m moesaic.lab.step NAME`, in the experiment's folder."""
+
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from moesaic.lab.plan import ENVIRONMENT, Step, read_plan
+
+_WATCH_SECONDS = 1.0
+
+
+def run_step(step: Step) -> int:
+    """Run its commands in this process; the exit status is that of the first that fails, or 0."""
+    from moesaic.cli.app import run
+
+    for command in step.commands:
+        print(f"$ moesaic {shlex.join(command)}", flush=True)
+        if status := run(command):
+            return status
+    return 0
+
+
+def _end_with_parent() -> None:
+    """Let SIGTERM end this process once whoever started it is gone, so that no step outlives a killed experiment."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    """Find the step in plan.json of this folder and run it."""
+    os.environ.update(ENVIRONMENT)
+    _end_with_parent()
+    steps = {step.name: step for step in read_plan(Path()).steps}
+    sys.exit(run_step(steps[sys.argv[1]]))
+
+
+if __name__ == "__main__":
+    main()

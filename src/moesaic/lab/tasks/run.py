@@ -1,0 +1,27 @@
+"""Run a task by its name."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moesaic.lab.rows import write_rows
+from moesaic.lab.tasks import pools, prepare, subsets
+from moesaic.recipe import load_recipe
+
+_TASKS: Mapping[str, tuple[type, Callable[[Any], Any]]] = {
+    "prepare": (prepare.Prepare, prepare.run),
+    "subsets": (subsets.Subsets, subsets.run),
+    "pools": (pools.Pools, pools.run),
+}
+"""Name -> settings, and what to do with them: rows come back, or None."""
+
+TASKS = tuple(_TASKS)
+
+
+def run_task(name: str, settings: Path) -> None:
+    """Do the task and write the rows that it gives."""
+    kind, do = _TASKS[name]
+    loaded: Any = load_recipe(kind, settings)
+    rows = do(loaded)
+    if rows is not None:
+        write_rows(Path(loaded.rows), rows)
