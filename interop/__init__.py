@@ -1,0 +1,1 @@
+"""Parity with other engines, in their own environments: `make interop`. See docs/serving.md."""

