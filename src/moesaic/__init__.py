@@ -1,8 +1,9 @@
 """Build, grow and take apart Mixture-of-Experts language models.
 
 The verbs of the command line are functions here: `upcycle`, `train`, `expand`, `select`, `extract`, `merge_back`,
-`verify`, `plan`, `generate`; `load` gives a model, and `restrict` lets it use some of its experts only. Importing this
-package imports neither torch nor transformers; they come with the first call that needs them.
+`evaluate` (the verb `eval`), `compare`, `verify`, `plan`, `generate`, `report`; `load` gives a model, and `restrict`
+lets it use some of its experts only. Importing this package imports neither torch nor transformers; they come with the
+first call that needs them.
 """
 
 import importlib
@@ -13,11 +14,14 @@ from moesaic.modeling import register as _register
 
 if TYPE_CHECKING:
     from moesaic.api import upcycle
+    from moesaic.comparison.comparing import compare
+    from moesaic.evaluation.evaluating import evaluate
     from moesaic.expansion.api import expand
     from moesaic.exporting.run import export
     from moesaic.generation import generate
     from moesaic.loading import load
     from moesaic.planning import plan
+    from moesaic.reporting.api import report
     from moesaic.selection.extraction import extract
     from moesaic.selection.merging import merge_back
     from moesaic.selection.restriction import restrict
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = [
     "MoesaicError",
     "__version__",
+    "compare",
+    "evaluate",
     "expand",
     "export",
     "extract",
@@ -35,6 +41,7 @@ __all__ = [
     "load",
     "merge_back",
     "plan",
+    "report",
     "restrict",
     "select",
     "train",
@@ -47,6 +54,8 @@ __version__ = "0.1.0"
 # Name -> module that has it. No module of the package has the name of a function here: importing it would replace the
 # function (so the implementation of `upcycle` is in `upcycling`, and so on).
 _FUNCTIONS = {
+    "compare": "moesaic.comparison.comparing",
+    "evaluate": "moesaic.evaluation.evaluating",
     "expand": "moesaic.expansion.api",
     "export": "moesaic.exporting.run",
     "extract": "moesaic.selection.extraction",
@@ -54,6 +63,7 @@ _FUNCTIONS = {
     "load": "moesaic.loading",
     "merge_back": "moesaic.selection.merging",
     "plan": "moesaic.planning",
+    "report": "moesaic.reporting.api",
     "restrict": "moesaic.selection.restriction",
     "select": "moesaic.selection.selecting",
     "train": "moesaic.training.api",

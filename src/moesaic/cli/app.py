@@ -10,7 +10,23 @@ from cyclopts import App, Parameter
 from cyclopts.exceptions import CycloptsError, UnknownOptionError, UnusedCliTokensError
 
 from moesaic import __version__
-from moesaic.cli import expand, export, extract, generate, lab, merge_back, plan, recipes, report, select, train, upcycle, verify
+from moesaic.cli import (
+    compare,
+    evaluate,
+    expand,
+    export,
+    extract,
+    generate,
+    lab,
+    merge_back,
+    plan,
+    recipes,
+    report,
+    select,
+    train,
+    upcycle,
+    verify,
+)
 from moesaic.cli.output import discard_stdout, flush, print_error
 from moesaic.errors import MoesaicError
 
@@ -28,7 +44,21 @@ app = App(
     default_parameter=Parameter(negative=()),
     suppress_keyboard_interrupt=False,
 )
-for _module in (upcycle, train, expand, export, select, extract, merge_back, verify, plan, generate, report):
+for _module in (
+    upcycle,
+    train,
+    expand,
+    export,
+    select,
+    extract,
+    merge_back,
+    evaluate,
+    compare,
+    verify,
+    plan,
+    generate,
+    report,
+):
     app.command(_module.command, name=_module.NAME, usage=_module.USAGE, help_epilogue=_module.EXAMPLE)
 app.command(recipes.app)
 app.command(lab.app)

@@ -1,0 +1,255 @@
+"""What `compare` reads: results files, and folders of training runs. Torch-free."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moesaic.checkpoint.pio import explained
+from moesaic.checkpoint.provenance import PROVENANCE_FILE, read_provenance
+from moesaic.errors import MoesaicError
+from moesaic.evaluation.results import read_results
+
+METRICS_FILE = "metrics.jsonl"
+RESULTS_FILE = "results.json"
+
+_SEED = re.compile(r"[-_.](seed[-_]?|s)\d+$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One number of one run."""
+
+    value: float
+    error: float | None
+    """Standard error over questions or documents; None where it is unknown."""
+    samples: int
+    condition: str
+    """What two runs must share for this column to be compared: shots, limit, data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A kind of number."""
+
+    key: str
+    title: str
+    percent: bool
+    """Whether it is a share, shown in percent; else it is shown as it is."""
+    higher_is_better: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One results file or training run."""
+
+    name: str
+    path: Path
+    columns: Mapping[str, Column]
+    scores: Mapping[str, Score]
+    """Column key -> score."""
+    averages: Sequence[Mapping[str, Any]] = ()
+    """As in the results file."""
+    weights_hash: str | None = None
+    made_from: tuple[str, ...] = ()
+    verb: str | None = None
+    kept: int | None = None
+    """Routed experts per layer that are used, where that is one number."""
+    experts: int | None = None
+    """Routed experts per layer of the full model."""
+    expansions: Sequence[Mapping[str, Any]] = ()
+    tokens: int | None = None
+    """Training tokens."""
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+
+def load_run(reference: str) -> Run:
+    """Read `NAME=PATH` or PATH: a results file, or a folder with results.json, metrics.jsonl or both.
+
+    The name is by default that of the folder, or of the file, without a seed at its end (`emo-seed1`, `emo-s1`).
+
+    Raises:
+        MoesaicError: there is nothing to compare at the path, or it is damaged.
+    """
+    name, equals, text = reference.partition("=")
+    path = Path(text if equals and not Path(reference).exists() else reference).expanduser()
+    given = name if equals and not Path(reference).exists() else None
+    if path.is_file():
+        return _from_results(path, given or _default_name(path))
+    if not path.is_dir():
+        raise MoesaicError(f"{path}: no such results file or folder of a training run")
+    results, metrics = path / RESULTS_FILE, path / METRICS_FILE
+    name = given or _default_name(path)
+    if not results.exists() and not metrics.exists():
+        raise MoesaicError(
+            f"{path}: has neither {RESULTS_FILE} (of `moesaic eval`) nor {METRICS_FILE} (of `moesaic train`)"
+        )
+    if not metrics.exists():
+        return _from_results(results, name)
+    trained = _from_metrics(path, name)
+    return _joined(_from_results(results, name), trained) if results.exists() else trained
+
+
+def _default_name(path: Path) -> str:
+    stem = path.name.removesuffix(".json").removesuffix(".results")
+    if stem == "results":
+        stem = path.absolute().parent.name
+    return _SEED.sub("", stem) or stem
+
+
+def _from_results(path: Path, name: str) -> Run:
+    document = read_results(path)
+    columns: dict[str, Column] = {}
+    scores: dict[str, Score] = {}
+    try:
+        for task, entry in document["tasks"].items():
+            condition = _condition(document["settings"], entry)
+            for column, score in _scores(task, entry, condition):
+                columns[column.key], scores[column.key] = column, score
+        checkpoint = document["checkpoint"]
+        kept, experts = _kept(document)
+        return Run(
+            name=name,
+            path=path,
+            columns=columns,
+            scores=scores,
+            averages=document["averages"],
+            weights_hash=checkpoint["weights_hash"],
+            made_from=tuple(checkpoint["made_from"]),
+            verb=checkpoint["verb"],
+            kept=kept,
+            experts=experts,
+            missing=document["missing"],
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise MoesaicError(f"{path}: damaged results file ({error!r}); evaluate again") from error
+
+
+def _condition(settings: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
+    """What must agree for two scores to be of the same thing. The selection is what is compared, so it's left out."""
+    identity = {key: value for key, value in entry["identity"].items() if key != "selection"}
+    parts = {"limit": settings["limit"], "seed": settings["seed"], "metric": entry["metric"], **identity}
+    return json.dumps(parts | {"rows": entry["samples"]}, sort_keys=True)
+
+
+def _scores(task: str, entry: Mapping[str, Any], condition: str) -> Iterator[tuple[Column, Score]]:
+    if entry["score"] is None:
+        return
+    if "text" not in entry:
+        column = Column(key=task, title=entry["title"], percent=True, higher_is_better=entry["higher_is_better"])
+        yield (
+            column,
+            Score(value=entry["score"], error=entry["standard_error"], samples=entry["samples"], condition=condition),
+        )
+        return
+    for domain, found in {"all": entry["text"]["all"], **entry["text"]["domains"]}.items():
+        for key, error, title in (
+            ("bits_per_byte", "bits_per_byte_error", "bpb"),
+            ("loss", "standard_error", "text loss"),
+        ):
+            yield (
+                Column(key=f"{key}:{domain}", title=f"{title} {domain}", percent=False, higher_is_better=False),
+                Score(value=found[key], error=found[error], samples=found["documents"], condition=condition),
+            )
+
+
+def _kept(document: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Experts that are used and that there are, of an extracted checkpoint or under selections of one size."""
+    experts = document["checkpoint"]["experts"]
+    selections = [entry["selection"] for entry in document["tasks"].values() if entry.get("selection")]
+    sizes = {json.dumps(one["kept"]) for one in selections}
+    if experts is None:
+        return None, None
+    if selections:
+        kept = selections[0]["kept"]
+        return (kept if len(sizes) == 1 and isinstance(kept, int) else None), experts["of"]
+    return experts["kept"], experts["of"]
+
+
+def _from_metrics(folder: Path, name: str) -> Run:
+    columns: dict[str, Column] = {}
+    scores: dict[str, Score] = {}
+    expansions, tokens = [], 0
+    for number, line in _lines(folder / METRICS_FILE):
+        try:
+            tokens = max(tokens, line["tokens"])
+            if line["kind"] == "expansion":
+                expansions.append(line)
+            if line["kind"] == "validation":
+                columns, scores = _losses(line["validation"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise MoesaicError(
+                f"{folder / METRICS_FILE}:{number}: not a line of `moesaic train` ({error!r})"
+            ) from error
+    record = (read_provenance(folder) or {}) if (folder / PROVENANCE_FILE).exists() else {}
+    return Run(
+        name=name,
+        path=folder,
+        columns=columns,
+        scores=scores,
+        weights_hash=record.get("weights_hash"),
+        made_from=tuple(one["weights_hash"] for one in record.get("sources") or [] if one.get("weights_hash")),
+        verb=record.get("verb"),
+        expansions=expansions,
+        tokens=tokens,
+    )
+
+
+def _losses(validation: Mapping[str, Any]) -> tuple[dict[str, Column], dict[str, Score]]:
+    """Held-out loss by domain, and its mean over the domains."""
+    scores = {
+        domain: Score(
+            value=found["loss"],
+            error=found["standard_error"],
+            samples=found["documents"],
+            condition=f"{found['documents']} documents, {found['tokens']} tokens of {domain}",
+        )
+        for domain, found in validation.items()
+    }
+    if len(scores) > 1:
+        errors = [score.error for score in scores.values()]
+        known = [error for error in errors if error is not None]
+        scores["mean"] = Score(
+            value=sum(score.value for score in scores.values()) / len(scores),
+            error=sum(error**2 for error in known) ** 0.5 / len(errors) if len(known) == len(errors) else None,
+            samples=sum(score.samples for score in scores.values()),
+            condition="; ".join(score.condition for score in scores.values()),
+        )
+    columns = {
+        f"loss:{domain}": Column(key=f"loss:{domain}", title=f"loss {domain}", percent=False, higher_is_better=False)
+        for domain in scores
+    }
+    return columns, {f"loss:{domain}": score for domain, score in scores.items()}
+
+
+def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The lines with their numbers, but for a last one that a killed run left unfinished."""
+    with explained(file):
+        content = file.read_bytes()
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise MoesaicError(f"{file}:{number}: not JSON ({error}); it isn't what `moesaic train` wrote") from error
+        yield number, value
+
+
+def _joined(results: Run, trained: Run) -> Run:
+    """A training run and the evaluation of what it made."""
+    return Run(
+        name=results.name,
+        path=trained.path,
+        columns={**trained.columns, **results.columns},
+        scores={**trained.scores, **results.scores},
+        averages=results.averages,
+        weights_hash=results.weights_hash,
+        made_from=results.made_from,
+        verb=results.verb,
+        kept=results.kept,
+        experts=results.experts,
+        expansions=trained.expansions,
+        tokens=trained.tokens,
+        missing=results.missing,
+    )

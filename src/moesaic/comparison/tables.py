@@ -1,0 +1,184 @@
+"""A table of estimates, as text, Markdown, CSV and JSON. Torch-free."""
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moesaic.expansion.measures import Interval
+
+Format = Literal["table", "md", "csv", "json"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heading:
+    """A column of a table."""
+
+    title: str
+    percent: bool = False
+    signed: bool = False
+    best: Literal["high", "low"] | None = None
+    """Which of its values is the best one; None: none is marked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line of a table."""
+
+    name: str
+    cells: tuple[Interval | str | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Estimates with their names."""
+
+    title: str
+    headings: tuple[Heading, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    def best(self, column: int) -> set[int]:
+        """Rows with the best value of a column; none where fewer than two rows have one."""
+        want = self.headings[column].best
+        values = {
+            number: row.cells[column].value  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+            for number, row in enumerate(self.rows)
+            if isinstance(row.cells[column], Interval)
+        }
+        if want is None or len(values) < 2:
+            return set()
+        top = max(values.values()) if want == "high" else min(values.values())
+        return {number for number, value in values.items() if value == top}
+
+
+def cell_text(cell: Interval | str | None, heading: Heading) -> str:
+    """`61.2 ±1.4`, or `61.2 [59.0, 62.9]` where the interval is not symmetrical.
+
+    >>> cell_text(Interval(value=0.612, low=0.598, high=0.626), Heading(title="x", percent=True))
+    '61.2 ±1.4'
+    """
+    if cell is None:
+        return "-"
+    if isinstance(cell, str):
+        return cell
+    scale, digits = (100.0, 1) if heading.percent else (1.0, 4)
+
+    def write(value: float, *, signed: bool = heading.signed) -> str:
+        return f"{scale * value:{'+' if signed else ''}.{digits}f}"
+
+    if cell.low is None or cell.high is None:
+        return write(cell.value)
+    up, down = cell.high - cell.value, cell.value - cell.low
+    if abs(up - down) <= 1e-6 * (up + down) + 1e-12:
+        return f"{write(cell.value)} ±{write(up, signed=False)}"
+    return f"{write(cell.value)} [{write(cell.low)}, {write(cell.high)}]"
+
+
+def render(tables: Sequence[Table], form: Format, *, bold: bool = False) -> list[str]:
+    """Lines of all tables; `bold` is for a terminal, where the best is bold instead of marked with a star."""
+    return _RENDERERS[form](tables, bold)
+
+
+def to_json(tables: Iterable[Table]) -> dict[str, Any]:
+    """Plain values: every estimate with its interval, in the unit of its column (shares, not percent)."""
+    return {
+        "tables": [
+            {
+                "title": table.title,
+                "columns": [heading.title for heading in table.headings],
+                "rows": [{"name": row.name, "cells": [_plain(cell) for cell in row.cells]} for row in table.rows],
+                "best": [sorted(table.rows[row].name for row in table.best(place)) for place in _places(table)],
+                "notes": list(table.notes),
+            }
+            for table in tables
+        ]
+    }
+
+
+def _plain(cell: Interval | str | None) -> Any:
+    return {"value": cell.value, "low": cell.low, "high": cell.high} if isinstance(cell, Interval) else cell
+
+
+def _places(table: Table) -> range:
+    return range(len(table.headings))
+
+
+def _texts(table: Table, mark: Callable[[str], str]) -> list[list[str]]:
+    best = [table.best(place) for place in _places(table)]
+    return [
+        [
+            mark(cell_text(cell, table.headings[place]))
+            if number in best[place]
+            else cell_text(cell, table.headings[place])
+            for place, cell in enumerate(row.cells)
+        ]
+        for number, row in enumerate(table.rows)
+    ]
+
+
+def _text(tables: Sequence[Table], bold: bool) -> list[str]:
+    lines: list[str] = []
+    for table in tables:
+        texts = _texts(table, lambda text: f"{text}*")
+        names = [row.name for row in table.rows]
+        first = max(map(len, ["", *names]))
+        widths = [
+            max(len(table.headings[place].title), *(len(line[place]) for line in texts)) for place in _places(table)
+        ]
+        lines += [table.title, _line("", [heading.title for heading in table.headings], first, widths, bold=False)]
+        lines += [_line(name, line, first, widths, bold=bold) for name, line in zip(names, texts, strict=True)]
+        lines += [f"  {note}" for note in table.notes]
+        lines.append("")
+    return lines[:-1]
+
+
+def _line(name: str, texts: Sequence[str], first: int, widths: Sequence[int], *, bold: bool) -> str:
+    padded = [text.rjust(width) for text, width in zip(texts, widths, strict=True)]
+    if bold:
+        padded = [f"\x1b[1m{text[:-1].rjust(len(text))}\x1b[0m" if text.endswith("*") else text for text in padded]
+    return "  ".join([name.ljust(first), *padded]).rstrip()
+
+
+def _markdown(tables: Sequence[Table], _bold: bool) -> list[str]:
+    lines: list[str] = []
+    for table in tables:
+        titles = [_escaped(heading.title) for heading in table.headings]
+        lines += [f"**{_escaped(table.title)}**", "", f"| | {' | '.join(titles)} |", f"|---|{'---:|' * len(titles)}"]
+        for row, texts in zip(table.rows, _texts(table, lambda text: f"**{text}**"), strict=True):
+            lines.append(f"| {_escaped(row.name)} | {' | '.join(texts)} |")
+        lines += ["", *(f"{_escaped(note)}  " for note in table.notes), ""]
+    return lines
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+
+
+def _csv(tables: Sequence[Table], _bold: bool) -> list[str]:
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(["table", "row", "column", "value", "low", "high", "best"])
+    for table in tables:
+        best = [table.best(place) for place in _places(table)]
+        for number, row in enumerate(table.rows):
+            for place, cell in enumerate(row.cells):
+                numbers = [cell.value, cell.low, cell.high] if isinstance(cell, Interval) else [cell, None, None]
+                marked = int(number in best[place])
+                writer.writerow([table.title, row.name, table.headings[place].title, *numbers, marked])
+    return stream.getvalue().splitlines()
+
+
+def _json(tables: Sequence[Table], _bold: bool) -> list[str]:
+    import json
+
+    return json.dumps(to_json(tables), indent=2, ensure_ascii=False).splitlines()
+
+
+_RENDERERS: dict[Format, Callable[[Sequence[Table], bool], list[str]]] = {
+    "table": _text,
+    "md": _markdown,
+    "csv": _csv,
+    "json": _json,
+}
