@@ -50,11 +50,13 @@ def grown_plans(
     checkpoint = start
     for number, transition in enumerate(recipe.transitions[done:], start=done):
         try:
+            _check_routing(transition, recipe)
             plan = replace(resolve_transition(transition, recipe, checkpoint), recorded=recorded)
             check_recorded_rule(plan)
-            _check_routing(transition, recipe)
             checkpoint = described(*grown(plan))
             _check_frozen(recipe, checkpoint)
+            if plan.experts % recipe.parallel.expert:
+                raise MoesaicError(f"experts {plan.experts}: parallel.expert ({recipe.parallel.expert}) must divide it")
         except MoesaicError as error:
             raise MoesaicError(f"expand.{number}: {as_keys(str(error))}") from error
         plans.append(plan)

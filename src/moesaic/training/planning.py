@@ -15,6 +15,7 @@ from moesaic.families.shapes import config_shapes
 from moesaic.planning.checkpoints import language_config
 from moesaic.planning.costs import attention_layers, flops_per_token
 from moesaic.planning.report import number, size
+from moesaic.training.growth_plan import GrowthPlan, plan_growth
 from moesaic.training.recipe import ScratchModel, TrainRecipe
 from moesaic.training.scratch import scratch_config
 
@@ -93,16 +94,21 @@ class TrainPlan:
     traffic: Traffic
     peak_flops: float = PEAK_FLOPS[_DEVICE]
     utilisation: float = UTILISATION
+    growth: GrowthPlan | None = None
+    """The expansions; sizes, memory and traffic are then those of the last size, FLOPs those of all steps."""
     notes: tuple[str, ...] = field(default=())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers."""
+        own = {name: value for name, value in vars(self).items() if name != "growth"}
         return {
-            **asdict(self),
+            **own,
             "kind": "train recipe",
             "parameters": self.parameters.to_dict(),
             "memory": {**asdict(self.memory), "total": self.memory.total},
             "traffic": {**asdict(self.traffic), "total": self.traffic.total},
+            "growth": None if self.growth is None else self.growth.to_dict(),
+            "notes": list(self.notes),
         }
 
     def lines(self) -> list[str]:
@@ -136,7 +142,13 @@ class TrainPlan:
             rows.append(("wall time", f"{self.device_hours / self.devices:,.1f} hours"))
         width = max(len(name) for name, _ in rows)
         head = f"{self.subject}: train recipe, {self.model_type}"
-        return [head, *(f"  {name:<{width}}  {value}" for name, value in rows), *(f"  note: {n}" for n in self.notes)]
+        growth = [] if self.growth is None else self.growth.lines()
+        return [
+            head,
+            *(f"  {name:<{width}}  {value}" for name, value in rows),
+            *growth,
+            *(f"  note: {n}" for n in self.notes),
+        ]
 
 
 def plan_train(recipe: TrainRecipe, *, subject: str = "recipe") -> TrainPlan:
@@ -145,9 +157,13 @@ def plan_train(recipe: TrainRecipe, *, subject: str = "recipe") -> TrainPlan:
     Raises: `MoesaicError` where the model can't be found, or its family can't be counted from a config.
     """
     shapes, config = _model(recipe)
+    growth = plan_growth(recipe, shapes, config)
+    if growth is not None:
+        shapes, config = growth.shapes, growth.config
     steps = recipe.budget_steps
     tokens = (steps or 1) * recipe.batch.tokens
     flops = 3 * flops_per_token(shapes, config, recipe.data.sequence_length)
+    all_flops = _all_flops(recipe, growth, flops)
     return TrainPlan(
         subject=subject,
         model_type=str(config.get("model_type")),
@@ -157,12 +173,20 @@ def plan_train(recipe: TrainRecipe, *, subject: str = "recipe") -> TrainPlan:
         devices=recipe.data_ranks,
         micro_steps=recipe.micro_steps,
         flops_per_token=flops,
-        flops=float(flops) * tokens,
-        device_hours=float(flops) * tokens / (PEAK_FLOPS[_DEVICE] * UTILISATION) / 3600,
+        flops=all_flops,
+        device_hours=all_flops / (PEAK_FLOPS[_DEVICE] * UTILISATION) / 3600,
         memory=memory_per_device(recipe, shapes, config),
         traffic=traffic_per_step(recipe, shapes, config),
+        growth=growth,
         notes=_notes(recipe),
     )
+
+
+def _all_flops(recipe: TrainRecipe, growth: GrowthPlan | None, flops: int) -> float:
+    """FLOPs of all steps, each with the size that it has."""
+    if growth is None or recipe.budget_steps is None:
+        return float(flops) * (recipe.budget_steps or 1) * recipe.batch.tokens
+    return float(sum((phase.steps or 0) * phase.flops_per_token for phase in growth.phases)) * recipe.batch.tokens
 
 
 def _model(recipe: TrainRecipe) -> tuple[Shapes, Mapping[str, Any]]:
@@ -175,6 +199,10 @@ def _model(recipe: TrainRecipe) -> tuple[Shapes, Mapping[str, Any]]:
 
 def _notes(recipe: TrainRecipe) -> tuple[str, ...]:
     notes = ["backward counts as twice the forward; recomputation is in neither FLOPs nor utilisation"]
+    if recipe.transitions:
+        notes.append(
+            "parameters, memory and traffic are those after the last expansion; training FLOPs are of all steps"
+        )
     if recipe.optimizer.frozen:
         notes.append("frozen parameters are counted as if they trained")
     return tuple(notes)

@@ -65,7 +65,6 @@ def source_config(name: str, model: str) -> dict:
         "./moe": moe_config(DENSE["smollm2"], experts=8, top_k=2),
         "./emo-1b14b": scratch("train/emo-pretrain-1b14b"),
         "./emo-1b14b-gsm8k-32": scratch("train/emo-pretrain-1b14b", num_experts=32),
-        "./expert-upcycling-7b-64": scratch("train/expert-upcycling-7b", num_experts=64),
         "./emo": scratch("train/laptop-emo-pretrain"),
         "./subset": scratch("train/laptop-emo-pretrain", num_experts=8),
     }[model]
@@ -98,7 +97,10 @@ def test_every_recipe_loads_and_is_planned(name, tmp_path):
     report = plan_of(name, tmp_path)
     assert report.devices == recipe.data_ranks
     assert report.steps == recipe.budget_steps
-    assert report.flops == report.flops_per_token * report.tokens > 0
+    if report.growth is None:
+        assert report.flops == report.flops_per_token * report.tokens > 0
+    else:
+        assert 0.9 * report.flops_per_token * report.tokens < report.flops < report.flops_per_token * report.tokens
     assert 6 * report.parameters.active_without_embeddings < report.flops_per_token < 20 * report.parameters.active
     if report.devices > 1:
         assert report.memory.total < 75e9  # of the 80 GB of an H100
@@ -149,8 +151,18 @@ def test_emo_is_1b14b_with_the_papers_routing(tmp_path):
 
 
 def test_expert_upcycling_is_7b_and_13b(tmp_path):
-    small = plan_of("train/expert-upcycling-7b", tmp_path)
-    large = plan_of("train/expert-upcycling-13b", tmp_path)
+    report = plan_of("train/expert-upcycling-7b-13b", tmp_path)
+    assert report.growth is not None
+    small, large = report.growth.phases
+    assert (small.parameters.num_experts, large.parameters.num_experts) == (32, 64)
     assert small.parameters.total == pytest.approx(7.2e9, rel=0.01)
     assert large.parameters.total == pytest.approx(13.2e9, rel=0.01)
     assert large.parameters.active_without_embeddings == pytest.approx(1.0e9, rel=0.02)
+    assert report.parameters == large.parameters
+    assert small.steps is not None
+    assert small.steps / report.steps == pytest.approx(2 / 3, abs=1e-4)
+    assert report.growth.ratios["parameters"] == pytest.approx(7.2 / 13.2, rel=0.01)
+    saved = report.growth.savings
+    assert saved["parameters"] == pytest.approx(2 / 3 * (1 - 7.2 / 13.2), rel=0.02)  # the paper's hours: 32%
+    assert saved["flops"] == pytest.approx(0, abs=1e-3)  # the same active parameters, but for the router
+    assert any("this run   0.67  100.0%       69.6%" in line for line in report.lines())
