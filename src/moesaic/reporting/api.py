@@ -1,6 +1,7 @@
 """`moesaic report`: read everything, then write one file."""
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from moesaic.errors import MoesaicError
 from moesaic.reporting.inspections import inspected_models, model_payload, reader_payload
 from moesaic.reporting.packing import size
 from moesaic.reporting.page import render
+from moesaic.reporting.results import results_payload
 from moesaic.reporting.runs import read_run
 from moesaic.reporting.sources import Source, find_sources, short_names
 
@@ -55,21 +57,21 @@ def report(
     payload: dict[str, Any] = {
         "models": [model_payload(inspection, name) for name, inspection in inspections.items()],
         "runs": [read_run(source.path, source.name) for source in sources if source.kind == "run"],
-        "results": [],
+        "results": _results([source for source in sources if source.kind == "results"]),
     }
-    names = [*inspections, *(source.name for source in sources if source.kind != "inspection")]
+    names = [part["name"] for kind in ("models", "runs", "results") for part in payload[kind]]
     payload["title"] = title or " · ".join(dict.fromkeys(names))
     for_each = (DATA_LIMIT - size(payload)) // max(1, len(inspections))
     for model, inspection in zip(payload["models"], inspections.values(), strict=True):
         model["reader"] = reader_payload(inspection.reader, for_each)
-    page = render(payload, payload["title"]).encode("utf-8")
+    page = render(payload, payload["title"]).encode("utf-8", "replace")  # a title may be what a shell made of bytes
     _write(page, target)
     return ReportResult(
         out=target,
         bytes=len(page),
         models=tuple(inspections),
         runs=tuple(run["name"] for run in payload["runs"]),
-        results=(),
+        results=tuple(result["name"] for result in payload["results"]),
         tokens=sum(inspection.data.tokens for inspection in inspections.values()),
         reader_layers=tuple((len(one["reader"]["layers"]), len(one["model"]["layers"])) for one in payload["models"]),
     )
@@ -78,10 +80,27 @@ def report(
 def _inspections(sources: Sequence[Source]) -> dict[str, Inspection]:
     """All models by the names that the page gives them: those of the checkpoints, told apart where they are equal."""
     found = [(source, model) for source in sources for model in inspected_models(read_inspection(source.path))]
-    names = short_names([Path(model.model.name) for _, model in found])
-    if len(set(names)) < len(names):  # one checkpoint, inspected twice
-        names = [f"{name} ({source.name})" for name, (source, _) in zip(names, found, strict=True)]
+    names = _told_apart([model.model.name for _, model in found], [source for source, _ in found])
     return {name: model for name, (_, model) in zip(names, found, strict=True)}
+
+
+def _results(sources: Sequence[Source]) -> list[dict[str, Any]]:
+    found = [results_payload(source.path) for source in sources]
+    names = _told_apart([result["checkpoint"]["name"] for result in found], sources)
+    return [{"name": name, **result} for name, result in zip(names, found, strict=True)]
+
+
+def _told_apart(checkpoints: Sequence[str], sources: Sequence[Source]) -> list[str]:
+    """Short names of checkpoints; those that are there more than once with the name of the input, and a number."""
+    names = short_names([Path(checkpoint) for checkpoint in dict.fromkeys(checkpoints)])
+    short = dict(zip(dict.fromkeys(checkpoints), names, strict=True))
+    uses = Counter(checkpoints)
+    wanted = [
+        short[checkpoint] if uses[checkpoint] == 1 else f"{short[checkpoint]} ({source.name})"
+        for checkpoint, source in zip(checkpoints, sources, strict=True)
+    ]
+    earlier = [wanted[:place].count(name) for place, name in enumerate(wanted)]
+    return [name if count == 0 else f"{name}, {count + 1}" for name, count in zip(wanted, earlier, strict=True)]
 
 
 def _target(out: str | Path, overwrite: bool) -> Path:

@@ -42,8 +42,8 @@ def find_sources(paths: Sequence[str | Path]) -> list[Source]:
 
 def short_names(paths: Sequence[Path]) -> list[str]:
     """As many last parts of each path as tell all of them apart."""
-    for depth in range(1, 1 + max(len(path.parts) for path in paths)):
-        names = ["/".join(path.parts[-depth:]) for path in paths]
+    for depth in range(1, 1 + max((len(path.parts) for path in paths), default=0)):
+        names = ["/".join(path.parts[-depth:]) or str(path) for path in paths]
         if len(set(names)) == len(names):
             break
     else:
