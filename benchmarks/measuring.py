@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -37,6 +38,9 @@ QWEN3_MOE: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 """The shapes of Qwen3-30B-A3B, six of its 48 layers."""
+
+_POOL = 1 << 23
+"""Normal numbers; all weights are stretches of them from random places, because drawing gigabytes takes minutes."""
 
 
 class Measured(NamedTuple):
@@ -120,7 +124,7 @@ def save_words(folder: Path, vocabulary: int) -> None:
 
 
 def make_moe(folder: Path, **changes: Any) -> None:
-    """Write a random bf16 Qwen3-MoE with a tensor per expert and a tokenizer, one tensor in memory at a time."""
+    """Write a random bf16 Qwen3-MoE with a tensor per expert and a tokenizer, each tensor cut from normal numbers."""
     import torch
 
     from moesaic.checkpoint.layout import OutputTensor, plan_files
@@ -129,13 +133,17 @@ def make_moe(folder: Path, **changes: Any) -> None:
     config = QWEN3_MOE | changes
     tensors = [OutputTensor(name=name, dtype="BF16", shape=shape) for name, shape in _tensors(config)]
     folder.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(0)
+    pool_P = torch.empty(_POOL, dtype=torch.bfloat16).normal_(std=0.02, generator=torch.Generator().manual_seed(0))
+    draw = random.Random(0)
     with CheckpointWriter(folder, plan_files(tensors, 2_000_000_000)) as writer:
         for tensor in tensors:
-            values = torch.ones(tensor.shape, dtype=torch.bfloat16)
-            writer.write(
-                tensor.name, values if "norm" in tensor.name else values.normal_(std=0.02, generator=generator)
-            )
+            size = prod(tensor.shape)
+            if "norm" in tensor.name:
+                writer.write(tensor.name, torch.ones(size, dtype=torch.bfloat16))
+                continue
+            for start in range(0, size, _POOL // 2):
+                length, offset = min(_POOL // 2, size - start), draw.randrange(_POOL // 2)
+                writer.write(tensor.name, pool_P[offset : offset + length], start)
         writer.finish()
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     save_words(folder, config["vocab_size"])

@@ -30,7 +30,7 @@ from typing import Any
 from measuring import MOESAIC, apart, best, make_moe, start_command, weight_bytes
 
 VOCABULARY = 32_768
-SEQUENCES, LENGTH, BATCH = 16, 256, 8
+SEQUENCES, LENGTH, BATCH = 32, 256, 8
 NEW_TOKENS, PROMPTS, PROMPT_LENGTH = 32, 4, 64
 
 

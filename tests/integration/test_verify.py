@@ -10,8 +10,15 @@ from safetensors.torch import load_file, save_file
 from moesaic.errors import MoesaicError
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
 from moesaic.upcycling.run import upcycle
-from moesaic.verifying import verify_upcycled as verify
+from moesaic.verifying import VerifyReport
+from moesaic.verifying import verify as verify_any
 from tests.tiny_models import save_tiny
+
+
+def verify(source, target, **options) -> VerifyReport:
+    report = verify_any(source, target, **options)
+    assert isinstance(report, VerifyReport)
+    return report
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from moesaic.selection.experts import MoEBlock, find_block, replaced_forward, ru
 
 Scoring = Literal["softmax", "sigmoid"]
 
-_CHUNK_TOKENS = 1024
+_CHUNK_TOKENS = 256
 
 _SHARED_BESIDE = ("shared_mlp",)
 """Shared experts that the decoder layer, not the MoE block, adds (Granite-MoE-shared)."""

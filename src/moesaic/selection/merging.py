@@ -20,6 +20,9 @@ from moesaic.selection.source import SourceModel, describe, source_from_json
 Part = Literal["router", "shared", "other"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
+_OF_THE_FULL_MODEL = ("routing", "experts", "lineage")
+"""Keys of its moesaic.json that stay true: the training rule, and which experts of which models its experts are."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MergeBackRecipe:
@@ -132,7 +135,7 @@ def plan_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[Rewrite, 
     merge = Merge(full=full, subset=subset, average=recipe.average)
     tensors, work = merged_tensors(merge, full_model, subset_model, ids, recipe.parts)
     merged = [*earlier, {"name": subset.name, "ids": [list(row) for row in ids], "parts": list(recipe.parts)}]
-    routing = (read_provenance(full.path) or {}).get("routing")
+    record = read_provenance(full.path) or {}
     command = ["moesaic", "merge-back", recipe.full, recipe.subset, str(out)]
     plan = Rewrite(
         verb="merge-back",
@@ -151,7 +154,7 @@ def plan_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[Rewrite, 
         ),
         record={
             "merged": {"into": root.to_json(), "subsets": merged},
-            **({"routing": routing} if routing else {}),
+            **{key: record[key] for key in _OF_THE_FULL_MODEL if record.get(key)},
         },
         allow_nonfinite=recipe.allow_nonfinite,
     )

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from math import factorial, frexp
 from typing import Any
 
-from moesaic.checkpoint.provenance import PROVENANCE_FILE, read_provenance
+from moesaic.checkpoint.provenance import PROVENANCE_FILE, fingerprint, read_provenance
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.families.dense import DenseModel
 from moesaic.families.shapes import MOE_PREFIX
+from moesaic.progress import notice
 from moesaic.recipe import load_recipe
 from moesaic.upcycling.choices import LayerSpec, choose
 from moesaic.upcycling.recipe import UpcycleRecipe
@@ -154,3 +155,15 @@ def _why(spec: LayerSpec) -> list[str]:
         share = factorial(spec.shards) / spec.shards**spec.shards
         reasons.append(f"random rows give all {spec.shards} shards to {100 * share:.2g}% of the tokens")
     return reasons
+
+
+def other_weights(source: Checkpoint, recorded: str | None, *, quiet: bool) -> list[str]:
+    """A note where a source's weights are not those whose hash the target recorded; figures are made all the same."""
+    if recorded is None or fingerprint(source) == recorded:
+        return []
+    message = (
+        f"the weights of {source.name} are not those that {PROVENANCE_FILE} records for the source: they have changed, "
+        "or this is another model"
+    )
+    notice(message, quiet=quiet)
+    return [message]

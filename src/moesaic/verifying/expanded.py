@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.checkpoint.provenance import PROVENANCE_FILE, fingerprint, read_provenance
-from moesaic.checkpoint.source import Checkpoint, open_checkpoint
+from moesaic.checkpoint.provenance import read_provenance
+from moesaic.checkpoint.source import Checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.loading import load
 from moesaic.progress import progress
+from moesaic.verifying.claim import other_weights
 from moesaic.verifying.measure import run_logits
 from moesaic.verifying.report import Check
 from moesaic.verifying.text import tokens_for
@@ -77,15 +78,15 @@ class ExpandedReport:
         ]
 
 
-def is_expanded(target: str | Path) -> bool:
+def is_expanded(target: Checkpoint) -> bool:
     """Whether `expand` made a checkpoint."""
-    record = read_provenance(open_checkpoint(target).path)
+    record = read_provenance(target.path)
     return record is not None and record.get("verb") == "expand"
 
 
 def verify_expanded(
-    source: str | Path,
-    target: str | Path,
+    before: Checkpoint,
+    after: Checkpoint,
     *,
     text: str | Path | None = None,
     device: str | None = None,
@@ -100,16 +101,16 @@ def verify_expanded(
     Raises:
         MoesaicError: models of other vocabularies, a text that cannot be read.
     """
-    if batch_size < 1:
-        raise MoesaicError(f"--batch-size {batch_size}: must be at least 1")
-    before, after = open_checkpoint(source), open_checkpoint(target)
     if before.config.get("vocab_size") != after.config.get("vocab_size"):
-        raise MoesaicError(f"{target}: has another vocabulary than {source}; give the checkpoint that was expanded")
+        raise MoesaicError(
+            f"{after.name}: has another vocabulary than {before.name}; give the checkpoint that was expanded"
+        )
     record = read_provenance(after.path)
     assert record is not None
+    notes = other_weights(before, record["sources"][0].get("weights_hash"), quiet=quiet)
     tokens_BL, described = tokens_for(before, after, text, vocab=int(before.config["vocab_size"]))
     with progress(2 * tokens_BL.numel(), unit="tokens", label="verifying", quiet=quiet) as tick:
-        model = load(source, device=device, dtype=dtype or "float32")
+        model = load(before.path, device=device, dtype=dtype or "float32")
         run_dtype = model.dtype
         logits_BLV = torch.cat(list(run_logits(model, tokens_BL, batch_size, tick)))
         del model
@@ -122,8 +123,8 @@ def verify_expanded(
     exact = statement.get("code") in _PROMISES and not record.get("recipe", {}).get("delta")
     limit = _LIMITS.get(name, _LIMITS["float32"])
     return ExpandedReport(
-        source=str(source),
-        target=str(target),
+        source=before.name,
+        target=after.name,
         code=str(statement.get("code")),
         statement=str(statement.get("text")),
         tokens=tokens_BL.numel(),
@@ -134,7 +135,7 @@ def verify_expanded(
         loss_source=_loss(logits_BLV, tokens_BL),
         loss_target=_loss(other_BLV, tokens_BL),
         checks=[Check(name="relative error of the logits", value=_worst(error), limit=limit)] if exact else [],
-        notes=_notes(before, record),
+        notes=notes,
     )
 
 
@@ -144,12 +145,3 @@ def _loss(logits_BLV: Tensor, tokens_BL: Tensor) -> float:
 
 def _worst(error: float) -> float:
     return error if math.isfinite(error) else math.inf
-
-
-def _notes(before: Checkpoint, record: dict[str, Any]) -> list[str]:
-    recorded = record["sources"][0].get("weights_hash")
-    if recorded is None or fingerprint(before) == recorded:
-        return []
-    return [
-        f"the weights of {before.name} are not those that {PROVENANCE_FILE} records: they changed, or it is another"
-    ]

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from moesaic.checkpoint.provenance import PROVENANCE_FILE, fingerprint
-from moesaic.checkpoint.source import open_checkpoint
+from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.families.dense import DenseModel, detect
 from moesaic.loading import load
-from moesaic.progress import notice, progress
+from moesaic.progress import progress
 from moesaic.verifying.checks import checks_for
-from moesaic.verifying.claim import Claim, read_claim
+from moesaic.verifying.claim import Claim, other_weights, read_claim
 from moesaic.verifying.expanded import ExpandedReport, is_expanded, verify_expanded
 from moesaic.verifying.identities import from_specialists, rho, scaled_dense
 from moesaic.verifying.measure import (
@@ -57,14 +56,16 @@ def verify(
     Raises:
         MoesaicError: the target was made by neither, or not from this source; a text that cannot be read.
     """
-    open_checkpoint(source)  # of two that cannot be opened, the first is the one to name
-    check = verify_expanded if is_expanded(target) else verify_upcycled
-    return check(source, target, text=text, device=device, batch_size=batch_size, dtype=dtype, quiet=quiet)
+    if batch_size < 1:
+        raise MoesaicError(f"--batch-size {batch_size}: must be at least 1")
+    before, after = open_checkpoint(source), open_checkpoint(target)
+    check = verify_expanded if is_expanded(after) else verify_upcycled
+    return check(before, after, text=text, device=device, batch_size=batch_size, dtype=dtype, quiet=quiet)
 
 
 def verify_upcycled(
-    source: str | Path,
-    target: str | Path,
+    before: Checkpoint,
+    moe: Checkpoint,
     *,
     text: str | Path | None = None,
     device: str | None = None,
@@ -72,28 +73,26 @@ def verify_upcycled(
     dtype: str | None = None,
     quiet: bool = False,
 ) -> VerifyReport:
-    """`verify` for what `upcycle` made; `source` is the dense base."""
-    if batch_size < 1:
-        raise MoesaicError(f"--batch-size {batch_size}: must be at least 1")
-    base, moe = detect(open_checkpoint(source)), open_checkpoint(target)
+    """`verify` for what `upcycle` made; `before` is the dense base."""
+    base = detect(before)
     claim = read_claim(base, moe)
-    tokens_BL, described = tokens_for(base.checkpoint, moe, text, vocab=base.vocab)
-    notes = _notes(claim, base, quiet)
+    tokens_BL, described = tokens_for(before, moe, text, vocab=base.vocab)
+    notes = other_weights(before, claim.base_hash, quiet=quiet)
     with progress(2 * tokens_BL.numel(), unit="tokens", label="verifying", quiet=quiet) as tick:
-        model = load(source, device=device, dtype=dtype or "float32")
+        model = load(before.path, device=device, dtype=dtype or "float32")
         run_dtype = model.dtype
         dense = run_dense(model, tokens_BL, claim.moe_layers, batch_size, tick)
         del model
         gc.collect()
-        model = load(target, device=device, dtype=run_dtype)
+        model = load(moe.path, device=device, dtype=run_dtype)
         difference, dense_perplexity, moe_perplexity = compare_logits(model, tokens_BL, dense, batch_size, tick)
     specialists, more = _specialists(claim, base)
     measures = _measure_layers(model, claim, dense, specialists)
     largest_logit = dense.logits_BLV.abs().max().item()
     stored = {base.dtype, *(info.dtype for name, info in moe.tensors.items() if ".experts." in name)}
     return VerifyReport(
-        source=str(source),
-        target=str(target),
+        source=before.name,
+        target=moe.name,
         made=claim.made,
         code=claim.code,
         statement=claim.text,
@@ -114,18 +113,6 @@ def verify_upcycled(
         perplexity_target=moe_perplexity,
         notes=(*notes, *more, *_zero_states(dense)),
     )
-
-
-def _notes(claim: Claim, base: DenseModel, quiet: bool) -> list[str]:
-    """Return what is wrong with the pair, as far as it can be measured all the same."""
-    if claim.base_hash is None or fingerprint(base.checkpoint) == claim.base_hash:
-        return []
-    message = (
-        f"the weights of {base.checkpoint.name} are not those that {PROVENANCE_FILE} records for the base: they have "
-        "changed, or this is another model"
-    )
-    notice(message, quiet=quiet)
-    return [message]
 
 
 def _zero_states(dense: DenseRun) -> list[str]:
