@@ -36,6 +36,7 @@ from moesaic.training.validate import DomainLoss
 
 RUN_FILE = "run.json"
 _UNFINISHED = ".tmp"
+_FILE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,13 +159,26 @@ def _write(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
     if world.is_main:
         folder.mkdir()
     world.barrier()
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=world.size > 1)
+    writer = HuggingFaceStorageWriter(
+        str(folder), fqn_to_index_mapping=_files_of(tensors), save_distributed=world.size > 1
+    )
     chunks = {name: _contiguous(tensor) for name, tensor in tensors.items()}
     try:
         with _one_process_is_meant():
             save(chunks, storage_writer=writer, no_dist=world.size == 1)
     except CheckpointException as error:  # no subclass of Exception, and what happened is inside
         raise next(failure for failure, _ in error.failures.values()) from error
+
+
+def _files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The number, from 1, of the file that each tensor goes into: a file is made up in memory before it is written."""
+    files: dict[str, int] = {}
+    number, size = 1, 0
+    for name, tensor in tensors.items():
+        if size and size + tensor.nbytes > _FILE_BYTES:
+            number, size = number + 1, 0
+        files[name], size = number, size + tensor.nbytes
+    return files
 
 
 @torch.no_grad()
