@@ -46,7 +46,9 @@ REFUSED: dict[str, Case] = {
     "mixtral, sliding window": (native, "mixtral", {"sliding_window": 8}),
     "olmoe, other epsilon": (native, "olmoe", {"rms_norm_eps": 1e-6}),
     "flex_olmo": (native, "flex_olmo", {}),
-    "deepseek_v2, groups": (native, "deepseek_v2", {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}),
+    "deepseek_v2, groups": (
+        native, "deepseek_v2", {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
+    ),
     "moesaic_qwen2, renormalised": (ours, "qwen2", {}),
     "moesaic_llama, DivMoE": (
         ours, "llama", {"routing_rule": "one_per_group", "expert_groups": [0, 0, 1, 1, 2, 2]},

@@ -2,7 +2,7 @@
 python vllm_parity.py FOLDER [CASE...], where FOLDER is what `vllm_models` wrote.
 
 Each case runs in a process of its own: vLLM does not give memory back.
-"""  # noqa: D205
+"""
 
 import json
 import os
