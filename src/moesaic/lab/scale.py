@@ -25,9 +25,9 @@ class DataScale:
     """Training documents per generated domain; not used with --data."""
     tasks: int = 100
     """Held-out questions per generated domain and kind."""
-    held_out_documents: int = 100
-    """Most held-out documents per domain that losses are measured on."""
-    held_out_characters: int = 1500
+    held_out_size: int = 40_000
+    """Characters of held-out text per domain that losses are measured on, in whole documents."""
+    held_out_characters: int = 1200
     """First characters of a held-out document that are used."""
 
 

@@ -42,7 +42,7 @@ def prepare_step(data: str | None, domains: Sequence[str], scale: DataScale, voc
         "domains": list(domains),
         "documents": scale.documents,
         "tasks": scale.tasks,
-        "held_out_documents": scale.held_out_documents,
+        "held_out_size": scale.held_out_size,
         "held_out_characters": scale.held_out_characters,
         "vocabulary": vocabulary,
     }

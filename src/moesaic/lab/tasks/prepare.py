@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from moesaic.errors import MoesaicError
@@ -12,6 +11,9 @@ from moesaic.lab.writing import TOKENIZER, train_file, valid_file
 
 _TOKENIZER_CHARACTERS = 3_000_000
 """Characters of each domain that the tokenizer learns from."""
+
+_SHORTEST = 150
+"""Characters that every generated document has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class Prepare:
     domains: tuple[str, ...]
     documents: int
     tasks: int
-    held_out_documents: int
+    held_out_size: int
     held_out_characters: int
     vocabulary: int
 
@@ -33,7 +35,7 @@ def run(settings: Prepare) -> None:
     folder = Path("data")
     folder.mkdir(exist_ok=True)
     if settings.data is None:
-        valid = settings.held_out_documents
+        valid = settings.held_out_size // _SHORTEST + 1
         write_world(folder, train=settings.documents, valid=valid, tasks=settings.tasks)
         sources = folder
     else:
@@ -61,9 +63,13 @@ def texts_of(file: Path) -> Iterator[str]:
 
 
 def _held_out(file: Path, settings: Prepare) -> Iterator[str]:
-    """The beginnings of the first documents."""
-    for text in islice(texts_of(file), settings.held_out_documents):
+    """The beginnings of the first documents, until there is enough."""
+    size = 0
+    for text in texts_of(file):
+        if size >= settings.held_out_size:
+            return
         yield text[: settings.held_out_characters]
+        size += min(len(text), settings.held_out_characters)
 
 
 def _write(file: Path, texts: Iterable[str]) -> None:

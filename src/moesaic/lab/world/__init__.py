@@ -25,18 +25,24 @@ _PASSAGES: Mapping[str, Callable[[random.Random], str]] = {"facts": facts.passag
 """Text that comes before the questions of a document, where a domain has some."""
 
 
+_STEPS_FIRST = 1 / 3
+
+
 def documents(domain: str, number: int, *, held_out: bool) -> Iterator[str]:
     """Documents of three to six questions with their worked answers; the first n of more are the same n."""
     for index in range(number):
         rng = random.Random(f"{domain}/{'held out' if held_out else 'training'}/{index}")
         items = [draw_item(DOMAINS[domain], rng, held_out=held_out) for _ in range(rng.randint(3, 6))]
-        parts = [_asked(item) for item in items]
+        parts = [_asked(item, rng) for item in items]
         if domain in _PASSAGES:
             parts.insert(0, _PASSAGES[domain](rng))
         yield "\n".join(parts)
 
 
-def _asked(item: Item) -> str:
+def _asked(item: Item, rng: random.Random) -> str:
+    """The answer first, as tasks want it, or the steps first."""
+    if rng.random() < _STEPS_FIRST:
+        return f"Question: {item.question}\nSteps: {item.worked}\nAnswer: {item.answer}"
     return f"Question: {item.question}\nAnswer: {item.answer}\nBecause: {item.worked}"
 
 
