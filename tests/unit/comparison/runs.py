@@ -1,0 +1,67 @@
+"""Results files and training runs written by hand."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def task(score: float, error: float | None = 0.01, **more: Any) -> dict[str, Any]:
+    return {
+        "title": "ARC-e",
+        "metric": "acc,none",
+        "higher_is_better": True,
+        "shots": 5,
+        "samples": 100,
+        "score": score,
+        "standard_error": error,
+        "selection": None,
+        "identity": {"shots": 5, "data": {"a.jsonl": "0"}, "selection": None},
+    } | more
+
+
+def results(
+    path: Path,
+    tasks: Mapping[str, dict[str, Any]],
+    *,
+    weights: str = "w",
+    settings: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Path:
+    checkpoint = {"name": "m", "weights_hash": weights, "made_from": [], "verb": None, "experts": None}
+    for key in ("made_from", "verb", "experts"):
+        checkpoint[key] = more.pop(key, checkpoint[key])
+    document = {
+        "format": "moesaic-results/1",
+        "checkpoint": checkpoint,
+        "settings": {"limit": None, "seed": 1234} | dict(settings or {}),
+        "versions": {},
+        "suites": {},
+        "tasks": tasks,
+        "missing": more.pop("missing", {}),
+        "averages": more.pop("averages", []),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document))
+    return path
+
+
+def average(name: str, over: list[str], missing: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {"suite": "s", "name": name, "over": over, "missing": list(missing), "partial": []}
+
+
+def training(folder: Path, losses: Mapping[str, float], *, lines: tuple[dict[str, Any], ...] = ()) -> Path:
+    folder.mkdir(parents=True)
+    validation = {
+        domain: {"loss": loss, "standard_error": 0.1, "documents": 10, "tokens": 100} for domain, loss in losses.items()
+    }
+    first = {
+        "kind": "validation",
+        "step": 0,
+        "tokens": 0,
+        "validation": {name: value | {"loss": 9.0} for name, value in validation.items()},
+    }
+    last = {"kind": "validation", "step": 8, "tokens": 800, "validation": validation}
+    every = [first, {"kind": "step", "step": 1, "tokens": 100, "loss": 8.0}, *lines, last]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in every))
+    return folder
