@@ -14,8 +14,8 @@ def chromium():
     if path is None:
         pytest.skip("no Chromium here: `make browser` installs one where it can")
     with sync_playwright() as playwright:
-        # Containers and CI run as root, for whom Chromium's sandbox doesn't start.
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        # Containers and CI run as root, for whom Chromium's sandbox doesn't start, and have no graphics card.
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         yield browser
         browser.close()
 
@@ -35,7 +35,7 @@ class Visit:
     def open(self, file, view=""):
         """Open the report and wait for its first view."""
         self.page.goto(f"{file.as_uri()}{view and '#' + view}")
-        self.page.wait_for_selector("html[data-ready]")
+        self.page.wait_for_selector("html[data-ready]", state="attached")
         return self
 
     def view(self, name):
@@ -48,7 +48,8 @@ class Visit:
         self.page.wait_for_function(
             """() => [...document.querySelectorAll('#main .plot')].every((one) => one.classList.contains('drawn'))
               && [...document.querySelectorAll('.cluster-detail, .expert, .reader')].every((e) => e.firstElementChild)
-            """
+            """,
+            polling=50,
         )
 
     def texts(self, selector):
@@ -62,7 +63,7 @@ def visit(chromium):
 
     def make(**settings):
         context = chromium.new_context(viewport={"width": 1300, "height": 900}, **settings)
-        context.set_default_timeout(60_000)
+        context.set_default_timeout(120_000)
         contexts.append(context)
         return Visit(context.new_page())
 
