@@ -1,9 +1,9 @@
 """Build, grow and take apart Mixture-of-Experts language models.
 
 The verbs of the command line are functions here: `upcycle`, `train`, `expand`, `select`, `extract`, `merge_back`,
-`evaluate` (the verb `eval`), `compare`, `verify`, `plan`, `generate`, `report`; `load` gives a model, and `restrict`
-lets it use some of its experts only. Importing this package imports neither torch nor transformers; they come with the
-first call that needs them.
+`evaluate` (the verb `eval`), `compare`, `inspect`, `report`, `verify`, `plan`, `generate`; `load` gives a model, and
+`restrict` lets it use some of its experts only. Importing this package imports neither torch nor transformers; they
+come with the first call that needs them.
 """
 
 import importlib
@@ -13,6 +13,7 @@ from moesaic.errors import MoesaicError
 from moesaic.modeling import register as _register
 
 if TYPE_CHECKING:
+    from moesaic.analysis.inspecting import inspect
     from moesaic.api import upcycle
     from moesaic.comparison.comparing import compare
     from moesaic.evaluation.evaluating import evaluate
@@ -38,6 +39,7 @@ __all__ = [
     "export",
     "extract",
     "generate",
+    "inspect",
     "load",
     "merge_back",
     "plan",
@@ -60,6 +62,7 @@ _FUNCTIONS = {
     "export": "moesaic.exporting.run",
     "extract": "moesaic.selection.extraction",
     "generate": "moesaic.generation",
+    "inspect": "moesaic.analysis.inspecting",
     "load": "moesaic.loading",
     "merge_back": "moesaic.selection.merging",
     "plan": "moesaic.planning",

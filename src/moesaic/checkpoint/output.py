@@ -27,7 +27,7 @@ from types import FrameType
 from moesaic.checkpoint.pio import DISK_ERRORS, exchange, explained, io_error, rename_new, sync_path
 from moesaic.errors import MoesaicError
 
-_REPLACEABLE = ("config.json", "moesaic.json")
+_REPLACEABLE = ("config.json", "moesaic.json", "inspection.json")
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.moesaic-(?P<pid>\d+)-(?P<start>\d+)-(?P<host>[0-9a-f]{8})-(?P<kind>tmp|old)")
 
 
@@ -125,7 +125,8 @@ def _refuse_existing(final: Path, overwrite: bool) -> None:
         names = {path.name for path in final.iterdir()}
     if names and names.isdisjoint(_REPLACEABLE):
         raise MoesaicError(
-            f"{final}: is not a checkpoint (no config.json), so --overwrite does not replace it; remove it"
+            f"{final}: is not a checkpoint (no config.json) or an inspection, so --overwrite does not replace it; "
+            "remove it"
         )
 
 

@@ -1,0 +1,172 @@
+"""One forward pass over the documents that keeps what every router did with every token.
+
+The folder (T tokens in the order of `Sample`, L MoE layers, E experts, K active):
+
+```
+logits.npy    (T, L, E) float16   what all probabilities are computed from
+ids.npy       (T, L, K) uint8, or uint16 from 257 experts
+weights.npy   (T, L, K) float16
+tokens.npy    (T,) uint32         token ids
+starts.npy    (D + 1,) int64      where each document starts
+```
+
+The chosen experts are kept beside the logits because half precision ties experts that fp32 tells apart, and because
+then nothing here has to know a family's rule.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moesaic.analysis.documents import Sample
+from moesaic.analysis.token_file import TokenFile, create_tokens, open_tokens
+from moesaic.checkpoint.output import require_disk
+from moesaic.checkpoint.pio import explained
+from moesaic.errors import MoesaicError
+from moesaic.progress import progress
+from moesaic.selection.experts import find_blocks
+
+_HALF_MAX = 65504.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterShape:
+    """What decides the size of a capture."""
+
+    layers: tuple[int, ...]
+    """The MoE layers' indices, for messages."""
+    experts: int
+    active: int
+
+    @property
+    def id_dtype(self) -> np.dtype:
+        """The smallest that holds every expert's id."""
+        return np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes on disk per token."""
+        return len(self.layers) * (2 * self.experts + self.active * (2 + self.id_dtype.itemsize)) + 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Capture:
+    """The open files of a capture."""
+
+    logits: TokenFile
+    ids: TokenFile
+    weights: TokenFile
+
+
+def capture(
+    model: nn.Module, sample: Sample, shape: RouterShape, folder: Path, *, batch_size: int, quiet: bool
+) -> None:
+    """Run the documents through the model and write the folder, which must not exist.
+
+    Args:
+        model: a causal language model in evaluation mode; its output head is not run.
+        sample: the documents; each is a sequence of its own.
+        shape: of its routers.
+        folder: to write.
+        batch_size: documents at once; changes nothing beyond rounding.
+        quiet: print no progress.
+
+    Raises:
+        MoesaicError: not enough disk, logits that are not finite (names the layer).
+    """
+    require_disk(folder, sample.tokens * shape.token_bytes)
+    with explained(folder):
+        folder.mkdir()
+        np.save(folder / "tokens.npy", sample.ids_T)
+        np.save(folder / "starts.npy", sample.start_D1)
+    rows = (sample.tokens, len(shape.layers))
+    with ExitStack() as stack:
+        logits, ids, weights = (
+            stack.enter_context(create_tokens(folder / name, (*rows, width), np.dtype(dtype)))
+            for name, width, dtype in (
+                ("logits.npy", shape.experts, np.float16),
+                ("ids.npy", shape.active, shape.id_dtype),
+                ("weights.npy", shape.active, np.float16),
+            )
+        )
+        files = Capture(logits=logits, ids=ids, weights=weights)
+        with progress(sample.tokens, unit="tokens", label="running the model", quiet=quiet) as tick:
+            for documents, sequences in batches(sample, batch_size):
+                taken = run_batch(model, sequences, shape)
+                _write(files, taken, sample, documents)
+                tick(sum(len(sample.documents[document].ids) for document in documents))
+
+
+@contextmanager
+def open_capture(folder: Path) -> Iterator[Capture]:
+    """Open what `capture` wrote."""
+    with (
+        open_tokens(folder / "logits.npy") as logits,
+        open_tokens(folder / "ids.npy") as ids,
+        open_tokens(folder / "weights.npy") as weights,
+    ):
+        yield Capture(logits=logits, ids=ids, weights=weights)
+
+
+def batches(sample: Sample, size: int) -> Iterator[tuple[list[int], Tensor]]:
+    """Documents of like length together, padded on the right, where a causal model cannot see it."""
+    order = np.argsort([len(text.ids) for text in sample.documents], kind="stable")
+    for start in range(0, len(order), size):
+        documents = order[start : start + size].tolist()
+        longest = max(len(sample.documents[document].ids) for document in documents)
+        ids_BS = torch.zeros(len(documents), longest, dtype=torch.int64)
+        for row, document in enumerate(documents):
+            ids = sample.documents[document].ids
+            ids_BS[row, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
+        yield documents, ids_BS
+
+
+@torch.inference_mode()
+def run_batch(model: nn.Module, ids_BS: Tensor, shape: RouterShape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One forward pass: logits (B, S, L, E), ids and weights (B, S, L, K) in the dtypes of the files."""
+    base: Any = getattr(model, "base_model", model)
+    device = next(model.parameters()).device
+    with _watched(model) as outputs:
+        # No attention mask: every sequence is one document, and padding is on its right.
+        base(input_ids=ids_BS.to(device), use_cache=False)
+    assert len(outputs) == len(shape.layers), "a router per MoE layer"
+    for layer, (logits_TE, _, _) in zip(shape.layers, outputs, strict=True):
+        if not torch.isfinite(logits_TE.sum(dtype=torch.float32)):
+            raise MoesaicError(f"the router of layer {layer} gives logits that are not finite; the weights are damaged")
+    logits = [logits.clamp(-_HALF_MAX, _HALF_MAX).to(torch.float16) for logits, _, _ in outputs]
+    return (
+        _stack(logits, ids_BS.shape),
+        _stack([ids for _, _, ids in outputs], ids_BS.shape).astype(shape.id_dtype),
+        _stack([weights.to(torch.float16) for _, weights, _ in outputs], ids_BS.shape),
+    )
+
+
+def _stack(values: Sequence[Tensor], shape: torch.Size) -> np.ndarray:
+    return torch.stack(list(values), dim=1).cpu().numpy().reshape(*shape, len(values), -1)
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+    """Collect what each router returns (logits, weights, ids), in the order of the layers."""
+    outputs: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        outputs.append(output)
+
+    with ExitStack() as stack:
+        for block in find_blocks(model):
+            stack.callback(block.router.register_forward_hook(keep).remove)
+        yield outputs
+
+
+def _write(files: Capture, taken: tuple[np.ndarray, ...], sample: Sample, documents: Sequence[int]) -> None:
+    for file, values in zip((files.logits, files.ids, files.weights), taken, strict=True):
+        for row, document in enumerate(documents):
+            start, stop = sample.start_D1[document], sample.start_D1[document + 1]
+            file.write(int(start), values[row, : stop - start])
