@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from examples.smollm2 import convert
-from tests.tiny_models import randomize, tiny_moe_config
+from tests.tiny_models import tiny_moe_model
 from tests.tiny_moes import save_tiny_moe
 
 SMOLLM2 = Path(".cache/smollm2")
@@ -36,10 +35,7 @@ def native(folder: Path, family: str, **settings: Any) -> Path:
 
 def ours(folder: Path, base: str, *, seed: int = 0, **settings: Any) -> Path:
     """A tiny random model of our architecture."""
-    config = tiny_moe_config(base, **{"vocab_size": VOCABULARY, **HEADS, **settings})
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.model_type, **config.to_dict()))
-    randomize(model, seed)
-    model.eval().save_pretrained(folder)
+    tiny_moe_model(base, seed=seed, **{"vocab_size": VOCABULARY, **HEADS, **settings}).save_pretrained(folder)
     return with_tokenizer(folder)
 
 

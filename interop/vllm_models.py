@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import moesaic
 from interop.models import HEADS
-from tests.tiny_models import randomize, tiny_moe_config
+from tests.tiny_models import tiny_moe_model
 from tests.tiny_moes import save_tiny_moe
 
 VOCABULARY = 512
@@ -52,10 +51,7 @@ NATIVE: dict[str, dict[str, Any]] = {
 
 def our_model(folder: Path, base: str, settings: dict[str, Any]) -> None:
     """A tiny random model of our architecture."""
-    config = tiny_moe_config(base, **{"vocab_size": VOCABULARY, **HEADS, **settings})
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.model_type, **config.to_dict()))
-    randomize(model, 0)
-    model.eval().save_pretrained(folder)
+    tiny_moe_model(base, **{"vocab_size": VOCABULARY, **HEADS, **settings}).save_pretrained(folder)
 
 
 def main(out: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from moesaic.checkpoint.provenance import VOCABULARY_FILES, read_provenance, side_files
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.errors import MoesaicError
+from moesaic.families.moe_table import way_out
 from moesaic.progress import warn
 from moesaic.routing.install import reinstall
 
@@ -115,7 +116,10 @@ def _refuse_unknown_architecture(config: dict[str, Any], name: str) -> None:
 
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise MoesaicError(f"{name}: model_type {model_type!r} in config.json is unknown to transformers {__version__}")
+        raise MoesaicError(
+            f"{name}: model_type {model_type!r} in config.json is unknown to transformers {__version__}"
+            f"{way_out(model_type)}"
+        )
     if CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise MoesaicError(f"{name}: model_type {model_type!r} is not a causal language model")
 

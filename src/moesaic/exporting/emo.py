@@ -18,9 +18,6 @@ from moesaic.exporting.parts import LayerParts
 from moesaic.exporting.rows import Rows, part, stored
 from moesaic.modeling.names import class_names
 
-MODEL_TYPES = ("emo", "flex_olmo_noqknorm_prenorm")
-"""The name since the release, and the one before."""
-
 TRAINED_LENGTH = 4096
 """Tokens; conversion scripts left -1 in some configs."""
 

@@ -7,11 +7,12 @@ from typing import Any
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.expansion.targets import CONVERSIONS, REASONS, converted_config
-from moesaic.exporting.emo import MODEL_TYPES, emo_config, emo_layers
+from moesaic.exporting.emo import emo_config, emo_layers
 from moesaic.exporting.layouts import Expert
 from moesaic.exporting.parts import LayerParts, layer_parts
 from moesaic.exporting.rows import Rows, stored
 from moesaic.families.moe import detect_moe
+from moesaic.families.moe_table import CONVERTED_FIRST
 
 OURS = "moesaic_"
 
@@ -29,7 +30,7 @@ class View:
     @property
     def loads(self) -> bool:
         """Whether transformers (with this package) can run the checkpoint as it is."""
-        return str(self.checkpoint.config.get("model_type")) not in MODEL_TYPES
+        return str(self.checkpoint.config.get("model_type")) not in CONVERTED_FIRST
 
 
 def view_of(checkpoint: Checkpoint) -> View:
@@ -39,7 +40,7 @@ def view_of(checkpoint: Checkpoint) -> View:
         MoesaicError: a family that is no dense model of transformers with an MoE block in place of its FFN; says why.
     """
     model_type = str(checkpoint.config.get("model_type"))
-    if model_type in MODEL_TYPES:
+    if model_type in CONVERTED_FIRST:
         return _emo(checkpoint)
     if model_type.startswith(OURS):
         return _ours(checkpoint, model_type)
@@ -54,7 +55,7 @@ def view_of(checkpoint: Checkpoint) -> View:
 
 def converts(model_type: str) -> bool:
     """Whether a checkpoint of this family can be seen as our architecture."""
-    return model_type in CONVERSIONS or model_type in MODEL_TYPES or model_type.startswith(OURS)
+    return model_type in CONVERSIONS or model_type in CONVERTED_FIRST or model_type.startswith(OURS)
 
 
 def _emo(checkpoint: Checkpoint) -> View:

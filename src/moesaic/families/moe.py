@@ -12,7 +12,7 @@ from typing import Any
 
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.errors import MoesaicError
-from moesaic.families.moe_table import EXPERT_COUNT_KEYS, MOE_FAMILIES, MoEFamily, family_of
+from moesaic.families.moe_table import EXPERT_COUNT_KEYS, MOE_FAMILIES, MoEFamily, family_of, way_out
 
 _LAYER = re.compile(r"^(?P<prefix>.*?layers\.)(?P<layer>\d+)\.(?P<rest>.+)$")
 _OWN = re.compile(r"^(?P<head>(?:mlp|block_sparse_moe)\.experts\.)(?P<expert>\d+)\.(?P<tail>.+)$")
@@ -104,6 +104,7 @@ def detect_moe(checkpoint: Checkpoint) -> MoEModel:
         known = ", ".join([*MOE_FAMILIES, "moesaic_*"])
         raise MoesaicError(
             f"{checkpoint.name}: model_type {config.get('model_type')!r} is not an MoE family known here ({known})"
+            f"{way_out(config.get('model_type'))}"
         )
     count = expert_count(config, family, checkpoint.name)
     by_layer: dict[int, list[str]] = {}

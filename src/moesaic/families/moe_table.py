@@ -79,3 +79,14 @@ MOE_FAMILIES = {row.model_type: row for row in _ROWS}
 def family_of(model_type: str) -> MoEFamily | None:
     """The row of a config's `model_type`; None for a type without experts or without a row."""
     return OURS if model_type.startswith("moesaic_") else MOE_FAMILIES.get(model_type)
+
+
+CONVERTED_FIRST = ("emo", "flex_olmo_noqknorm_prenorm")
+"""Model types of released EMO checkpoints, whose own code no longer imports: `export` reads them."""
+
+
+def way_out(model_type: object) -> str:
+    """The end of a refusal: how checkpoints of this type become usable; empty for others."""
+    if model_type not in CONVERTED_FIRST:
+        return ""
+    return "; convert it first: `moesaic export CHECKPOINT OUT --to moesaic`"
