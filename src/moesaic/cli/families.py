@@ -1,0 +1,66 @@
+"""`moesaic families`."""
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from moesaic.cli.options import Json
+from moesaic.cli.output import print_result
+from moesaic.errors import MoesaicError
+from moesaic.families.support import COLUMNS, YES, FamilySupport, support
+from moesaic.suggestions import suggest
+
+NAME = "families"
+USAGE = "Usage: moesaic families [FAMILY] [OPTIONS]"
+EXAMPLE = """Examples:
+  moesaic families
+  moesaic families qwen3_moe
+"""
+
+
+def command(
+    family: Annotated[
+        str | None, Parameter(help="A model_type, for its cells in full [default: all families].")
+    ] = None,
+    /,
+    *,
+    json: Json = False,
+) -> None:
+    """Say what each family of mixtures of experts can be used for: read, train, expand, cut, write, serve, or why not.
+
+    Dense bases for upcycle are listed by `moesaic upcycle` itself when one does not fit.
+    """
+    rows = support()
+    if family is not None:
+        rows = (_find(family, rows),)
+    lines = _table(rows) if family is None else _details(rows[0])
+    print_result(lines, {"columns": list(COLUMNS), "families": [row.to_json() for row in rows]}, as_json=json)
+
+
+def _find(family: str, rows: tuple[FamilySupport, ...]) -> FamilySupport:
+    name = "moesaic_*" if family.startswith("moesaic_") else family
+    for row in rows:
+        if row.model_type == name:
+            return row
+    raise MoesaicError(f"{family}: not a family known here; {suggest(family, [row.model_type for row in rows])}")
+
+
+def _table(rows: tuple[FamilySupport, ...]) -> list[str]:
+    """One line per family; what is not a plain yes has a number, explained below."""
+    reasons: dict[str, int] = {}
+    width = max(len(row.model_type) for row in rows)
+    lines = [" ".join([" " * width, *(column.rjust(len(column)) for column in COLUMNS)])]
+    for row in rows:
+        cells = []
+        for column in COLUMNS:
+            value = row.cells[column]
+            mark = "yes" if value == YES else f"[{reasons.setdefault(value, len(reasons) + 1)}]"
+            cells.append(mark.rjust(len(column)))
+        lines.append(" ".join([row.model_type.ljust(width), *cells]))
+    return [*lines, "", *(f"[{number}] {reason}" for reason, number in reasons.items())]
+
+
+def _details(row: FamilySupport) -> list[str]:
+    notes = [f"({row.notes})"] if row.notes else []
+    width = max(map(len, COLUMNS))
+    return [f"{row.model_type}: {row.about}", *notes, *(f"{c.ljust(width)}  {row.cells[c]}" for c in COLUMNS)]
