@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from moesaic.errors import MoesaicError
 from moesaic.recipe import load_recipe
@@ -14,6 +14,11 @@ SCALES = ("tiny", "small")
 """Names of the scales that come with the package."""
 
 EmoVariant = Literal["fixed_pool", "no_shared_expert", "local_balancing", "annealing"]
+DivmoeMethod = Literal[
+    "scratch", "sparse", "btx", "virtual_group", "drop", "drop_fine", "drop_fine_paper_scale", "divmoe", "divmoe_topk",
+    "divmoe_as_published", "divmoe_random_router", "divmoe_paper_scale", "divmoe_m1", "divmoe_m4",
+    "divmoe_base_weights", "divmoe_random_weights",
+]  # fmt: skip
 Treatment = Literal["gradient_norm", "uniform", "random", "exact"]
 
 
@@ -106,12 +111,42 @@ class ExpandScale:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DivmoeScale:
+    """A dense base, specialists, and the models that are made of them."""
+
+    model: ModelScale
+    intermediate_size: int
+    """F of the dense model; a multiple of 4."""
+    base: TrainScale
+    specialist: TrainScale
+    """One domain each, from the base on."""
+    train: TrainScale
+    """Joint stage, from the upcycled model on."""
+    methods: tuple[DivmoeMethod, ...] = get_args(DivmoeMethod)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LifeScale:
+    """One model's life: dense, specialists, MoE, modular, larger, a part of it, and the part put back."""
+
+    anneal: TrainScale
+    """With document pools; the stages before are those of `divmoe`."""
+    grown: TrainScale
+    """After the expansion."""
+    tune: TrainScale
+    """Of the extracted part, on one domain."""
+    keep: float = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scale:
     """A scale of all experiments."""
 
     data: DataScale
     emo: EmoScale
     expand: ExpandScale
+    divmoe: DivmoeScale
+    life: LifeScale
     description: str = field(default="")
 
 

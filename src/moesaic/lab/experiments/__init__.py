@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moesaic.lab.experiments import emo, expand
+from moesaic.lab.experiments import divmoe, emo, expand, life
 from moesaic.lab.plan import Plan
 from moesaic.lab.rows import Row
 from moesaic.lab.scale import Scale
@@ -28,9 +28,19 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         plan=emo.plan,
         tables=emo.tables,
     ),
+    "divmoe": Experiment(
+        question="what is the best start for an MoE of dense specialists (DivMoE)?",
+        plan=divmoe.plan,
+        tables=divmoe.tables,
+    ),
     "expand": Experiment(
         question="can few experts become many on the way (Expert Upcycling)?",
         plan=expand.plan,
         tables=expand.tables,
+    ),
+    "life": Experiment(
+        question="does a model gain from all of it, one after the other, over training it dense?",
+        plan=life.plan,
+        tables=life.tables,
     ),
 }

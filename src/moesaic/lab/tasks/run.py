@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.lab.rows import write_rows
-from moesaic.lab.tasks import pools, prepare, subsets
+from moesaic.lab.tasks import accuracy, measure, pools, prepare, subsets
 from moesaic.recipe import load_recipe
 
 _TASKS: Mapping[str, tuple[type, Callable[[Any], Any]]] = {
     "prepare": (prepare.Prepare, prepare.run),
     "subsets": (subsets.Subsets, subsets.run),
+    "accuracy": (accuracy.Accuracy, accuracy.run),
+    "measure": (measure.Measure, measure.run),
     "pools": (pools.Pools, pools.run),
 }
 """Name -> settings, and what to do with them: rows come back, or None."""

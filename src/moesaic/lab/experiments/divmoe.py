@@ -1,0 +1,159 @@
+"""DivMoE (sections 3 and 4, appendices C to H): one dense base, four specialists, and every way to make an MoE of them.
+
+All models of the joint stage have the same active size, tokens, optimizer and steps, and all MoEs the same total size.
+Coarse methods therefore use one whole FFN of N, with a softmax over all experts (over one it would be 1 and the router
+would learn nothing); fine ones use M shards of N*M, with a softmax over the selected.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from moesaic.lab.experiments.divmoe_tables import tables
+from moesaic.lab.plan import REPORT, Plan, Step
+from moesaic.lab.rows import ROWS
+from moesaic.lab.scale import DivmoeMethod, DivmoeScale, Scale, TrainScale
+from moesaic.lab.writing import (
+    Run,
+    dense_config,
+    domains_of,
+    prepare_step,
+    task_command,
+    task_file,
+    train_step,
+)
+from moesaic.recipe import recipe_values
+from moesaic.recipe_yaml import dump_yaml
+
+__all__ = ["NAME", "plan", "tables"]
+
+NAME = "divmoe"
+_BALANCE = {"balance": {"coefficient": 0.02, "scope": "global"}}
+"""The paper's 0.01 at K = 2."""
+
+_COARSE = ("--top-k", "1", "--weighting", "all")
+_FINE = ("--shards", "2", "--top-k", "2")
+
+_SINGLE_SOURCE: Mapping[DivmoeMethod, tuple[str, ...]] = {
+    "scratch": ("--method", "scratch", *_FINE, "--shared-weights", "reinit"),
+    "sparse": ("--method", "sparse", *_COARSE),
+    "virtual_group": ("--method", "virtual_group", *_FINE),
+    "drop": ("--method", "drop", *_COARSE),
+    "drop_fine": ("--method", "drop", *_FINE),
+    "drop_fine_paper_scale": ("--method", "drop", *_FINE, "--scale", "paper"),
+}
+"""From the base alone; the number of experts is given."""
+
+_FROM_SPECIALISTS: Mapping[DivmoeMethod, tuple[str, ...]] = {
+    "btx": ("--method", "btx", *_COARSE),
+    "divmoe": ("--method", "divmoe", *_FINE),
+    "divmoe_topk": ("--method", "divmoe", *_FINE, "--routing", "topk"),
+    "divmoe_as_published": ("--method", "divmoe", *_FINE, "--router-init", "random", "--scale", "paper"),
+    "divmoe_random_router": ("--method", "divmoe", *_FINE, "--router-init", "random"),
+    "divmoe_paper_scale": ("--method", "divmoe", *_FINE, "--scale", "paper"),
+    "divmoe_m1": ("--method", "divmoe", "--shards", "1", *_COARSE),
+    "divmoe_m4": ("--method", "divmoe", "--shards", "4", "--top-k", "4"),
+    "divmoe_base_weights": ("--method", "divmoe", *_FINE, "--shared-weights", "base"),
+    "divmoe_random_weights": ("--method", "divmoe", *_FINE, "--shared-weights", "random-specialist"),
+}
+_FINE_SHARDS = 2
+
+
+def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
+    """All steps of the experiment."""
+    domains = domains_of(data)
+    steps = [prepare_step(data, domains, scale.data, scale.divmoe.model.vocabulary)]
+    for seed in range(seeds):
+        steps += _steps_of_seed(scale.divmoe, domains, seed, with_tasks=data is None)
+    steps.append(Step(name=REPORT, commands=(("lab", "report", ".", "--quiet"),), needs=tuple(s.name for s in steps)))
+    values = {"data": recipe_values(scale.data), NAME: recipe_values(scale.divmoe)}
+    return Plan(experiment=NAME, data=data, domains=domains, seeds=seeds, scale=values, steps=tuple(steps))
+
+
+def _steps_of_seed(divmoe: DivmoeScale, domains: Sequence[str], seed: int, *, with_tasks: bool) -> Iterator[Step]:
+    base, specialists = dense_stages(divmoe, domains, seed)
+    yield train_step(base)
+    yield train_step(*specialists.values(), name=f"specialists-{seed}", needs=(base.name,))
+    runs = [_second_stage(divmoe, "dense", base.folder, domains, seed)]
+    yield train_step(runs[0], needs=(base.name,))
+    for method in divmoe.methods:
+        upcycled = f"upcycled/{method}-{seed}"
+        runs.append(_second_stage(divmoe, method, upcycled, domains, seed))
+        command = upcycle_command(method, base, specialists, upcycled, seed)
+        step = train_step(runs[-1], needs=(f"specialists-{seed}",))
+        yield replace(step, commands=(command, *step.commands))
+    if with_tasks:
+        yield _accuracy([base, *runs], domains, seed, needs=[f"specialists-{seed}", *(run.name for run in runs)])
+
+
+def dense_stages(divmoe: DivmoeScale, domains: Sequence[str], seed: int) -> tuple[Run, dict[str, Run]]:
+    """The dense base, and one specialist per domain that goes on from it."""
+    config = dense_config(divmoe.model, divmoe.intermediate_size)
+    base = _run(divmoe, f"base-{seed}", {"family": "llama", "config": config}, divmoe.base, domains, domains, seed)
+    base = replace(base, labels={"model": "base", "stage": "dense"})
+    specialists = {}
+    for domain in domains:
+        run = _run(divmoe, f"specialist-{domain}-{seed}", base.folder, divmoe.specialist, [domain], domains, seed)
+        specialists[domain] = replace(run, labels={"model": f"specialist {domain}", "stage": "dense"})
+    return base, specialists
+
+
+def _run(
+    divmoe: DivmoeScale,
+    name: str,
+    model: str | Mapping[str, object],
+    train: TrainScale,
+    sources: Sequence[str],
+    measured: Sequence[str],
+    seed: int,
+) -> Run:
+    return Run(
+        name=name,
+        model=model,
+        train=train,
+        shape=divmoe.model,
+        sources=sources,
+        measured=measured,
+        seed=seed,
+        labels={},
+        more={},
+    )
+
+
+def _second_stage(divmoe: DivmoeScale, method: str, model: str, domains: Sequence[str], seed: int) -> Run:
+    run = _run(divmoe, f"{method}-{seed}", model, divmoe.train, domains, domains, seed + _SECOND_STAGE)
+    losses = {} if method == "dense" else _BALANCE
+    return replace(run, labels={"model": method, "stage": "joint", "seed": seed}, more={"losses": losses})
+
+
+_SECOND_STAGE = 1000
+"""Added to the seed of the data, so that the joint stage does not begin with the documents of the base."""
+
+
+def upcycle_command(
+    method: DivmoeMethod, base: Run, specialists: Mapping[str, Run], out: str, seed: int
+) -> tuple[str, ...]:
+    """The upcycling of one method."""
+    common = ("upcycle", base.folder, out)
+    last = ("--seed", str(seed), "--overwrite", "--quiet")
+    if method in _SINGLE_SOURCE:
+        options = _SINGLE_SOURCE[method]
+        experts = len(specialists) * (_FINE_SHARDS if "--shards" in options else 1)
+        return (*common, *options, "--experts", str(experts), *last)
+    named = (word for name, run in specialists.items() for word in ("--specialist", f"{name}={run.folder}"))
+    return (*common, *_FROM_SPECIALISTS[method], *named, *last)
+
+
+def _accuracy(runs: Sequence[Run], domains: Sequence[str], seed: int, *, needs: Sequence[str]) -> Step:
+    name = f"accuracy-{seed}"
+    settings = {
+        "checkpoints": {str(run.labels["model"]): run.folder for run in runs},
+        "rows": f"{ROWS}/{name}.jsonl",
+        "domains": list(domains),
+        "seed": seed,
+    }
+    return Step(
+        name=name,
+        commands=(task_command("accuracy", name),),
+        needs=tuple(needs),
+        files={task_file(name): dump_yaml(settings)},
+    )
