@@ -1,9 +1,9 @@
 """`expand` without data against a plain copy, and its gradients against the passes that they need.
 
-    python benchmarks/expand.py copying [--layers 4] [--repeats 3] [--work DIR]
+    python benchmarks/expand.py copying [--repeats 3] [--work DIR]
     python benchmarks/expand.py gradients [--repeats 3] [--work DIR]
 
-- copying: random bf16 weights with the shapes of Qwen3-30B-A3B, four layers, vocabulary 32,768, 5.2 GB; 128 experts
+- copying: random bf16 weights with the shapes of Qwen3-30B-A3B, two layers, vocabulary 32,768, 2.7 GB; 128 experts
   become 192, uniformly. Against `cp` of the bytes written and the start of an interpreter with torch.
 - gradients: a smaller model of the same family (hidden 1024, four layers, 64 experts of 512, top-8), 4 batches of 8
   sequences of 512 tokens: what `--calibration` does for utilities, against forward and backward passes over the same
@@ -17,10 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measuring import MOESAIC, apart, best, make_moe, start_command, weight_bytes
+from measuring import MOESAIC, VOCABULARY, best, prepared, start_command, weight_bytes
 
-VOCABULARY = 32_768
-SMALL = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 64, "num_attention_heads": 16}
 BATCHES, SEQUENCES, LENGTH = 4, 8, 512
 
 
@@ -109,16 +107,11 @@ def main() -> None:
     """Make the checkpoint if it is not there, and run one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("prepare", "copying", "gradients"))
-    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "moesaic-selection")
     arguments = parser.parse_args()
     work: Path = arguments.work
-    moe, small = work / f"moe-{arguments.layers}", work / "small"
-    for folder, changes in ((moe, {"num_hidden_layers": arguments.layers}), (small, SMALL | {"num_hidden_layers": 4})):
-        if not (folder / "tokenizer.json").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            apart(make_moe, folder=folder, vocab_size=VOCABULARY, **changes)
+    moe, small = prepared(work, "large"), prepared(work, "small")
     if arguments.part == "copying":
         copying(moe, work, arguments.repeats)
     elif arguments.part == "gradients":

@@ -39,6 +39,21 @@ QWEN3_MOE: dict[str, Any] = {
 }
 """The shapes of Qwen3-30B-A3B, six of its 48 layers."""
 
+VOCABULARY = 32_768
+"""Of the checkpoints that `prepared` makes."""
+
+SIZES: dict[str, dict[str, int]] = {
+    "large": {"num_hidden_layers": 2},
+    "small": {
+        "num_hidden_layers": 4,
+        "hidden_size": 1024,
+        "moe_intermediate_size": 512,
+        "num_experts": 64,
+        "num_attention_heads": 16,
+    },
+}
+"""2.7 GB of Qwen3-30B-A3B's shapes; 1.0 GB of half as many experts and half the width, for what runs in memory."""
+
 _POOL = 1 << 23
 """Normal numbers; all weights are stretches of them from random places, because drawing gigabytes takes minutes."""
 
@@ -98,6 +113,15 @@ def apart(function: Callable[..., None], **arguments: Any) -> None:
     process.start()
     process.join()
     assert process.exitcode == 0, function
+
+
+def prepared(work: Path, size: str) -> Path:
+    """A checkpoint of one of `SIZES` below `work`, made once."""
+    folder = work / size
+    if not (folder / "tokenizer.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        apart(make_moe, folder=folder, vocab_size=VOCABULARY, **SIZES[size])
+    return folder
 
 
 def weight_bytes(folder: Path) -> int:

@@ -1,9 +1,10 @@
 """`select`, `extract` and the subset against what they are made of, and against the usual way of scoring.
 
-    python benchmarks/selection.py scoring|extraction|generation [--layers 4] [--repeats 3] [--work DIR]
+    python benchmarks/selection.py scoring|extraction|generation [--repeats 3] [--work DIR]
 
-The checkpoint: random bf16 weights with the shapes of Qwen3-30B-A3B (hidden 2048, 128 experts of 768, top-8), four
-layers, vocabulary 32,768, 5.2 GB; it is made once in the work folder.
+The checkpoints: random bf16 weights with the shapes of Qwen3-30B-A3B (hidden 2048, 128 experts of 768, top-8), two
+layers, vocabulary 32,768, 2.7 GB, and for generation one of half the width and experts (1.0 GB); made once in the work
+folder. Scoring needs 6 GB of memory.
 
 - scoring: one pass that gives the statistics of all methods, against the same model's plain forward (without the output
   head) over the same tokens: streamed from disk like the pass, and loaded once before. And two ways of computing the
@@ -27,10 +28,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measuring import MOESAIC, apart, best, make_moe, start_command, weight_bytes
+from measuring import MOESAIC, VOCABULARY, best, prepared, start_command, weight_bytes
 
-VOCABULARY = 32_768
-SEQUENCES, LENGTH, BATCH = 32, 256, 8
+SEQUENCES, LENGTH, BATCH = 16, 256, 8
 NEW_TOKENS, PROMPTS, PROMPT_LENGTH = 32, 4, 64
 
 
@@ -210,7 +210,6 @@ def main() -> None:
     """Make the checkpoint if it is not there, and run one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("prepare", "scoring", "extraction", "generation", "generate"))
-    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "moesaic-selection")
     parser.add_argument("--selection", default="", help=argparse.SUPPRESS)
@@ -219,16 +218,13 @@ def main() -> None:
     if arguments.part == "generate":
         generate(work, arguments.selection)
         return
-    moe = work / f"moe-{arguments.layers}"
-    if not (moe / "tokenizer.json").exists():
-        shutil.rmtree(moe, ignore_errors=True)
-        apart(make_moe, folder=moe, num_hidden_layers=arguments.layers, vocab_size=VOCABULARY)
+    moe, small = prepared(work, "large"), prepared(work, "small")
     if arguments.part == "scoring":
         scoring(moe, arguments.repeats)
     elif arguments.part == "extraction":
         extraction(moe, work, arguments.repeats)
     elif arguments.part == "generation":
-        generation(moe, work)
+        generation(small, work)
 
 
 if __name__ == "__main__":
