@@ -21,7 +21,7 @@ USAGE = """Usage: moesaic select CHECKPOINT OUT.json --data CALIB --keep 32|25% 
 EXAMPLE = """Examples:
   moesaic select ./moe math.json --data math.jsonl --keep 25% --examples 5
   moesaic select ./moe both.json --stats math.stats.json --stats code.stats.json --keep 32
-  moesaic select ./moe mmlu --data mmlu.jsonl --by subject --split 0.4 --shots 5 --keep 25%
+  moesaic select ./moe mmlu --data mmlu.jsonl --by mmlu_category --split 0.4 --shots 5 --keep 25%
 """
 
 
@@ -49,7 +49,9 @@ def command(
         str | None,
         Parameter(help="Text of a record, such as 'Q: {question}\\nA: {answer_text}' [default: by its fields]."),
     ] = None,
-    by: Annotated[str | None, Parameter(help="Make one selection for each value of this field.")] = None,
+    by: Annotated[
+        str | None, Parameter(help="Make one selection for each value of this field, or mmlu_category.")
+    ] = None,
     split: Annotated[
         float | None, Parameter(help="Use this share of the records only, such as 0.4; the rest is for evaluation.")
     ] = None,

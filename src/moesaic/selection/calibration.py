@@ -17,6 +17,7 @@ from moesaic.data.files import find_files
 from moesaic.data.readers import read_records
 from moesaic.data.recipe import SourceRecipe
 from moesaic.errors import MoesaicError
+from moesaic.evaluation.mmlu import category_of
 
 _FIELD = re.compile(r"\{(\w+)\}")
 
@@ -137,7 +138,14 @@ def render(fields: Mapping[str, Any], template: str | None, where: str) -> str:
     )
 
 
+_DERIVED: Mapping[str, tuple[str, Callable[[str], str]]] = {"mmlu_category": ("subject", category_of)}
+"""Fields that no record has: the field that says them, and how."""
+
+
 def _field(fields: Mapping[str, Any], name: str, where: str) -> Any:
+    if name not in fields and name in _DERIVED:
+        source, derive = _DERIVED[name]
+        return derive(str(_field(fields, source, where)))
     if name not in fields:
         raise MoesaicError(f"{where}: no field {name!r}; the record has {', '.join(map(str, fields))}")
     return fields[name]

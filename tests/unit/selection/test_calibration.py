@@ -88,6 +88,26 @@ def test_one_category(tmp_path):
         categories(str(file), "topic")
 
 
+def test_the_categories_of_mmlu_come_from_its_subjects(tmp_path):
+    subjects = ("college_biology", "econometrics", "high_school_biology", "high_school_macroeconomics")
+    rows = [{"text": f"{subject}-{number}", "subject": subject} for number in range(50) for subject in subjects]
+    file = tmp_path / "mmlu.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert categories(str(file), "mmlu_category") == ["biology", "economics"]
+    share = calibration_texts(Calibration(path=str(file), only=("mmlu_category", "biology"), split=0.4))
+    expected = [
+        row["text"] for number, row in enumerate(rows) if number % 2 == 0 and in_split(number, share=0.4, seed=0)
+    ]
+    assert sorted(share) == sorted(expected)
+    assert 20 < len(share) < 60
+    file.write_text('{"text": "t", "subject": "cooking"}\n')
+    with pytest.raises(MoesaicError, match="subject 'cooking': not one of MMLU's 57"):
+        categories(str(file), "mmlu_category")
+    file.write_text('{"text": "t"}\n')
+    with pytest.raises(MoesaicError, match=r"mmlu\.jsonl:1: no field 'subject'"):
+        calibration_texts(Calibration(path=str(file), only=("mmlu_category", "law")))
+
+
 def test_text_files_of_a_folder_are_documents(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(f"text {name}")
