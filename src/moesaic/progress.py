@@ -29,6 +29,11 @@ def warn(message: str) -> None:
     print(f"moesaic: warning: {message}", file=sys.stderr, flush=True)
 
 
+def on_terminal() -> bool:
+    """Whether stderr is a terminal that can show a live bar."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
 @contextmanager
 def progress(total: float | None, unit: str = "B", *, label: str, quiet: bool = False) -> Iterator[Tick]:
     """Show how far some work is, with rate and time left; gives `tick(n)`, to be called with the amount just done.
@@ -39,9 +44,9 @@ def progress(total: float | None, unit: str = "B", *, label: str, quiet: bool = 
     if quiet:
         yield lambda _amount: None
         return
-    on_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    with (_bar if on_terminal else _lines)(label, total) as show:
-        meter = _Meter(total=total, unit=unit, show=show, interval=BAR_SECONDS if on_terminal else LINE_SECONDS)
+    live = on_terminal()
+    with (bar if live else _lines)(label, total) as show:
+        meter = _Meter(total=total, unit=unit, show=show, interval=BAR_SECONDS if live else LINE_SECONDS)
         yield meter.tick
         meter.finish()
 
@@ -76,7 +81,8 @@ def _lines(label: str, _total: float | None) -> Iterator[Callable[[float, str], 
 
 
 @contextmanager
-def _bar(label: str, total: float | None) -> Iterator[Callable[[float, str], None]]:
+def bar(label: str, total: float | None) -> Iterator[Callable[[float, str], None]]:
+    """Show a live bar on stderr; gives `show(done, text)`. Messages that are printed meanwhile appear above it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -85,9 +91,9 @@ def _bar(label: str, total: float | None) -> Iterator[Callable[[float, str], Non
         BarColumn(),
         TextColumn("{task.fields[text]}", markup=False),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=total, text="")
-        yield lambda done, text: bar.update(task, completed=done, text=text)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as live:
+        task = live.add_task(label, total=total, text="")
+        yield lambda done, text: live.update(task, completed=done, text=text)
 
 
 def status(done: float, total: float | None, seconds: float, unit: str) -> str:

@@ -3,6 +3,7 @@
 import doctest
 import io
 import threading
+from contextlib import contextmanager
 
 import pytest
 
@@ -142,3 +143,35 @@ def test_nothing_done_yet():
 
 def test_duration_rounds_before_it_splits():
     assert duration(59.7) == "1 min 0 s"
+
+
+def test_training_shows_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys):
+    from moesaic.training.report import Console
+
+    timing = {"seconds": 1.0, "tokens_per_second": 4096.0, "flops_per_second": 2e9}
+    lines = [{"step": step, "loss": 5.0 - step, "grad_norm": 0.5, "lr": 1e-3, "timing": timing} for step in (1, 2)]
+    console = Console(steps=2, first=0, quiet=False)
+    for line in lines:
+        console.step(line)
+    console.close()
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("moesaic: step 1/2: loss 4.0000, gradient 0.5, lr 0.001, 4,096 tokens/s, 2.0 GFLOP/s, 1 s")
+    assert last.startswith("moesaic: step 2/2: loss 3.0000")
+
+    shown, closed = [], []
+
+    @contextmanager
+    def bar(label, total):
+        yield lambda done, text: shown.append((label, total, done, text))
+        closed.append(label)
+
+    monkeypatch.setattr("moesaic.training.report.on_terminal", lambda: True)
+    monkeypatch.setattr("moesaic.training.report.bar", bar)
+    console = Console(steps=2, first=0, quiet=False)
+    for line in lines:
+        console.step(line)
+    console.close()
+    assert capsys.readouterr().err == ""
+    assert [part[:3] for part in shown] == [("training", 2, 1), ("training", 2, 2)]
+    assert "step 2/2: loss 3.0000" in shown[1][3]
+    assert closed == ["training"]

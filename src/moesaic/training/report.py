@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -11,14 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from moesaic.planning.costs import flops_per_token
-from moesaic.progress import duration, notice
+from moesaic.progress import BAR_SECONDS, LINE_SECONDS, bar, duration, notice, on_terminal
 from moesaic.routing.stats import busiest_share, dead_experts, load_entropy
 from moesaic.training.planning import PEAK_FLOPS
 from moesaic.training.recipe import Precision
 from moesaic.training.step import StepResult
 from moesaic.training.validate import DomainLoss
-
-_CONSOLE_SECONDS = 5.0
 
 
 class Throughput:
@@ -92,32 +91,43 @@ def expansion_line(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Console:
-    """Lines on stderr: the first step, the last, and every few seconds."""
+    """A live bar on a terminal; lines on stderr elsewhere: the first step, the last, and every few seconds."""
 
     def __init__(self, *, steps: int, first: int, quiet: bool) -> None:
         self._steps, self._first, self._quiet = steps, first, quiet
         self._shown = time.monotonic()
         self._seconds = 0.0
+        self._open = ExitStack()
+        self._bar = self._open.enter_context(bar("training", steps)) if on_terminal() and not quiet else None
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Show a step if it is time to."""
         now, step = time.monotonic(), line["step"]
         self._seconds += line["timing"]["seconds"]
-        if step not in (self._first + 1, self._steps) and now - self._shown < _CONSOLE_SECONDS:
+        pause = LINE_SECONDS if self._bar is None else BAR_SECONDS
+        if step not in (self._first + 1, self._steps) and now - self._shown < pause:
             return
         self._shown = now
-        timing = line["timing"]
-        speed = f"{timing['tokens_per_second']:,.0f} tokens/s, {timing['flops_per_second'] / 1e9:,.1f} GFLOP/s"
-        if "mfu" in timing:
-            speed += f" ({100 * timing['mfu']:.1f}% of peak)"
         left = self._seconds / (step - self._first) * (self._steps - step)  # of steps, without validation
-        notice(
-            f"step {step:,}/{self._steps:,}: loss {line['loss']:.4f}, gradient {line['grad_norm']:.3g}, "
-            f"lr {line['lr']:.3g}, {speed}, {duration(left)} left",
-            quiet=self._quiet,
-        )
+        text = f"step {step:,}/{self._steps:,}: {_figures(line)}, {duration(left)} left"
+        if self._bar is None:
+            notice(text, quiet=self._quiet)
+        else:
+            self._bar(step, text)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._open.close()
 
     def validation(self, measured: Mapping[str, DomainLoss], step: int) -> None:
         """Show a validation."""
         losses = ", ".join(f"{domain} {loss.loss:.4f}" for domain, loss in measured.items())
         notice(f"step {step:,}: held-out {losses}", quiet=self._quiet)
+
+
+def _figures(line: Mapping[str, Any]) -> str:
+    timing = line["timing"]
+    speed = f"{timing['tokens_per_second']:,.0f} tokens/s, {timing['flops_per_second'] / 1e9:,.1f} GFLOP/s"
+    if "mfu" in timing:
+        speed += f" ({100 * timing['mfu']:.1f}% of peak)"
+    return f"loss {line['loss']:.4f}, gradient {line['grad_norm']:.3g}, lr {line['lr']:.3g}, {speed}"

@@ -77,6 +77,7 @@ def train(
                     _loop(run, terminated)
                 _finish(run, quiet)
             finally:
+                run.console.close()
                 run.log.close()
     return TrainResult(
         out=out,
