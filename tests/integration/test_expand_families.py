@@ -17,7 +17,7 @@ from moesaic.families.moe import ROUTER_ROLES, detect_moe
 from tests.tiny_moes import EXPERTS, MOE_FAMILIES, TOP_K, VOCABULARY, save_tiny_moe
 
 WITH_NORM_TOPK_PROB = ("olmoe", "flex_olmo", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe")
-CONVERTED = ("qwen3_moe", "mixtral", "granitemoe", "flex_olmo")
+CONVERTED = ("qwen3_moe", "mixtral", "granitemoe", "flex_olmo", "granitemoeshared")
 EXACT = 1e-6
 """In float64 weights; but transformers' own routers round their scores to float32."""
 TOKENS = torch.randint(3, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(5))

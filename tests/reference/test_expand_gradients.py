@@ -6,7 +6,7 @@ import torch
 from moesaic.expansion.allocation import sources_of
 from moesaic.modeling.modeling_moesaic import group_members, route_one_per_group, route_topk
 
-EXPERTS, TOP_K, HIDDEN, WIDTH, TOKENS = 6, 2, 8, 5, 300
+EXPERTS, TOP_K, HIDDEN, WIDTH, TOKENS = 6, 2, 8, 5, 80
 NAMES = ("router", "gate", "up", "down")
 
 

@@ -57,6 +57,8 @@ def _tensors(plan: ExpandPlan, sources: Sources) -> list[NewTensor]:
         for tensor in layer.expert_tensors
         for name in tensor.names(layer.num_experts)
     }
+    if plan.conversion is not None:
+        layer_of |= {name: layer for layer in plan.model.layers for name in layer.shared}
     made: list[NewTensor] = []
     done: set[int] = set()
     for name, info in plan.checkpoint.tensors.items():
@@ -75,6 +77,7 @@ def _grown_layer(plan: ExpandPlan, layer: MoELayerTensors, sources: Sequence[int
     experts = file.grown(sources, gaps)
     if plan.conversion is not None:
         experts = file.stacked(_our_prefix(layer) + "experts.", sources, gaps)
+        experts += _our_shared_expert(plan, layer)
     router = [
         _router_tensor(plan, layer, tensor, sources) for tensor in layer.expert_tensors if tensor not in file.experts
     ]
@@ -84,6 +87,20 @@ def _grown_layer(plan: ExpandPlan, layer: MoELayerTensors, sources: Sequence[int
 def layer_file(plan: ExpandPlan, layer: MoELayerTensors) -> LayerFile:
     """The layer's experts in the source."""
     return LayerFile(layer=layer, tensors=plan.checkpoint.tensors, interleaved=plan.model.family.interleaved)
+
+
+def _our_shared_expert(plan: ExpandPlan, layer: MoELayerTensors) -> list[NewTensor]:
+    """The shared experts of a converted family as ours, gate and up apart; nothing where it has none."""
+    if not layer.shared:
+        return []
+    stored = {name.split(".")[-2]: plan.checkpoint.tensors[name] for name in layer.shared}
+    gate_up, prefix = stored["input_linear"], f"{_our_prefix(layer)}shared_expert."
+    width = gate_up.shape[0] // 2
+    return [
+        slot_tensor(f"{prefix}gate_proj.weight", [(gate_up, row) for row in range(width)]),
+        slot_tensor(f"{prefix}up_proj.weight", [(gate_up, row) for row in range(width, 2 * width)]),
+        whole(stored["output_linear"], f"{prefix}down_proj.weight"),
+    ]
 
 
 def _our_prefix(layer: MoELayerTensors) -> str:

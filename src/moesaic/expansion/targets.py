@@ -17,12 +17,13 @@ class Conversion:
     """How a native family becomes ours.
 
     `base` is the dense model type, `weighting` our `routing_weighting` for a config, `width` the config key of the
-    experts' width.
+    experts' width, `shared_width` that of the shared experts together (None: the family has none).
     """
 
     base: str
     weighting: Callable[[Mapping[str, Any]], str]
     width: str = "intermediate_size"
+    shared_width: str | None = None
 
 
 def _always_selected(_config: Mapping[str, Any]) -> str:
@@ -45,6 +46,12 @@ CONVERSIONS: dict[str, Conversion] = {
     "flex_olmo": Conversion(base="olmo2", weighting=_by_norm_topk_prob),
 }
 
+WITH_SHARED: dict[str, Conversion] = {
+    "granitemoeshared": Conversion(base="granite", weighting=_always_selected, shared_width="shared_intermediate_size"),
+}
+"""Families whose shared experts, one FFN of a width of its own, become our one shared expert of that width. Every layer
+of theirs is a MoE layer, so that our `intermediate_size` is free to say it."""
+
 REASONS: dict[str, str] = {
     "olmoe": "no dense model has its norms (of queries and keys as well as before attention and FFN)",
     "qwen2_moe": "its shared expert has a gate",
@@ -58,13 +65,14 @@ REASONS: dict[str, str] = {
 
 def conversion_of(model_type: str, name: str) -> Conversion:
     """The conversion of a family; a MoesaicError says why there is none."""
-    if model_type not in CONVERSIONS:
+    conversion = WITH_SHARED.get(model_type) or CONVERSIONS.get(model_type)
+    if conversion is None:
         reason = REASONS[model_type]
         raise MoesaicError(
             f"--routing one_per_copy_group: {name}: {model_type} cannot become our architecture, because {reason}; "
-            f"use --routing plain (families that convert: moesaic_*, {', '.join(CONVERSIONS)})"
+            f"use --routing plain (families that convert: moesaic_*, {', '.join([*CONVERSIONS, *WITH_SHARED])})"
         )
-    return CONVERSIONS[model_type]
+    return conversion
 
 
 def converted_config(
@@ -88,5 +96,7 @@ def converted_config(
         "group_score": "max",
         "expert_mlp_bias": False,
     }
+    if conversion.shared_width is not None and full[conversion.shared_width]:
+        own |= {"num_shared_experts": 1, "intermediate_size": full[conversion.shared_width]}
     kept = {key: value for key, value in full.items() if key not in _ROUTER_KEYS}
     return {**kept, **own, **class_names(conversion.base)}

@@ -160,6 +160,7 @@ def test_expert_upcycling_is_7b_and_13b(tmp_path):
     assert large.parameters.active_without_embeddings == pytest.approx(1.0e9, rel=0.02)
     assert report.parameters == large.parameters
     assert small.steps is not None
+    assert report.steps is not None
     assert small.steps / report.steps == pytest.approx(2 / 3, abs=1e-4)
     assert report.growth.ratios["parameters"] == pytest.approx(7.2 / 13.2, rel=0.01)
     saved = report.growth.savings
