@@ -1,6 +1,7 @@
 # setup: .venv with moesaic in .venv/bin      demo: a small real model, dense to MoE, in a few minutes
 # test: lint, then every test                 lint: ruff and pyright        bench: speed and memory
 # browser: Chromium for tests/browser, if there is none
+# interop: parity with llama.cpp and vLLM, in environments of their own below .interop (half an hour the first time)
 #
 # make bench MERGEKIT=/opt/mk/bin/mergekit-moe compares with mergekit as well (see benchmarks/upcycle.py).
 
@@ -12,7 +13,7 @@ READY := $(VENV)/.ready
 # No test may reach for the network, and two test processes with one thread each are faster than threads that compete.
 TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
-.PHONY: setup demo test lint bench browser
+.PHONY: setup demo test lint bench browser interop
 
 setup: $(READY)
 
@@ -44,3 +45,11 @@ browser: setup
 
 bench: setup
 	$(BIN)/python benchmarks/upcycle.py $(if $(MERGEKIT),--mergekit $(MERGEKIT))
+
+interop: setup
+	sh interop/setup.sh
+	MOESAIC_LLAMA_CPP=.interop/llama.cpp PYTHONPATH=.:.interop/llama-python $(BIN)/python -m interop.llama_cpp_parity
+	PYTHONPATH=. $(BIN)/python -m interop.vllm_models .interop/models
+	.interop/vllm/bin/python interop/vllm_parity.py .interop/models
+	MOESAIC_LLAMA_CPP=.interop/llama.cpp PYTHONPATH=.:.interop/llama-python $(BIN)/python -m interop.smollm2_text .interop/smollm2
+	.interop/vllm/bin/python interop/vllm_text.py .interop/smollm2

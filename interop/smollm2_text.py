@@ -83,7 +83,7 @@ def main(out: Path) -> int:
     (out / "texts.json").write_text(json.dumps({"prompts": prompts, "texts": expected}), encoding="utf-8")
     good = True
     for name, settings in METHODS.items():
-        names = {"specialists": {"a": dense}} if settings["method"] == "divmoe" else {}
+        names = {"specialists": {"a": dense, "b": dense}} if settings["method"] == "divmoe" else {}
         moesaic.upcycle(dense, out / name, overwrite=True, **settings, **names)
         good &= report(f"{name}, our architecture, transformers", greedy(out / name, prompts), expected)
     moesaic.export(out / "virtual_group", out / "mixtral", to="mixtral", dtype="float32", overwrite=True)

@@ -81,3 +81,16 @@ def support() -> tuple[FamilySupport, ...]:
         for name in rows
         for about, cells, notes in [_ABOUT[name]]
     )
+
+
+def markdown() -> str:
+    """The table of docs/families.md, with the reasons below it."""
+    reasons: dict[str, int] = {}
+    lines = [f"| model_type | what | {' | '.join(COLUMNS)} |", "|" + "---|" * (len(COLUMNS) + 2)]
+    for row in support():
+        cells = [
+            "yes" if row.cells[column] == YES else f"({reasons.setdefault(row.cells[column], len(reasons) + 1)})"
+            for column in COLUMNS
+        ]
+        lines.append(f"| `{row.model_type}` | {row.about} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"({number}) {reason}  " for reason, number in reasons.items())])

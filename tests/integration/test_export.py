@@ -1,0 +1,280 @@
+"""`export`: native families against our own model, refusals rule by rule, layouts bit for bit, dtypes, GGUF's guard."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import moesaic
+from moesaic.checkpoint.source import open_checkpoint
+from moesaic.cli import app as cli
+from moesaic.errors import MoesaicError
+from moesaic.exporting.gguf import plan_gguf
+from moesaic.exporting.natives import NATIVE
+from moesaic.exporting.recipe import ExportRecipe
+from moesaic.exporting.rules import PLAIN, SPECIAL
+from moesaic.modeling.names import STEMS
+from tests.tiny_models import tiny_moe_model
+from tests.tiny_moes import MOE_FAMILIES, save_tiny_moe
+from tests.tiny_training import save_tokenizer
+
+TOKENS = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(3))
+DIVMOE = {"routing_rule": "one_per_group", "expert_groups": [0, 0, 1, 1, 2, 2]}
+
+EXACT = [
+    ("llama", "mixtral", {}),
+    ("llama", "mixtral", {"tied": True, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }}),
+    ("mistral", "mixtral", {}),
+    ("llama", "granitemoeshared", {"num_shared_experts": 2}),
+    ("granite", "granitemoeshared", {"num_shared_experts": 1}),
+    ("llama", "qwen2_moe", {"num_shared_experts": 2, "routing_weighting": "all"}),
+    ("qwen2", "qwen2_moe", {"num_layers": 3, "moe_layers": [1, 2]}),
+    ("qwen3", "qwen3_moe", {"num_layers": 3, "moe_layers": [0, 2], "routing_weighting": "all"}),
+    ("olmo2", "flex_olmo", {"routing_weighting": "all"}),
+]  # fmt: skip
+
+REFUSED = [
+    ("qwen3", "mixtral", {}, ["norm of queries and keys: per head, not none"]),
+    ("llama", "mixtral", {"routing_weighting": "all"}, ["weights of the experts: softmax over all"]),
+    ("llama", "mixtral", {"num_shared_experts": 1}, ["shared experts: with weight 1, not none"]),
+    ("llama", "mixtral", {"num_layers": 3, "moe_layers": [1, 2]}, ["layers without experts: some, not none"]),
+    ("llama", "mixtral", {"mlp_bias": True}, ["biases in experts: yes, not none"]),
+    (
+        "llama",
+        "mixtral",
+        {"attention_bias": True, **DIVMOE},
+        ["attention biases: on q", "routing: one expert per group"],
+    ),
+    ("mistral", "qwen2_moe", {}, ["sliding window: in every layer, not none"]),
+    ("llama", "granitemoeshared", {"head_dim": 16}, ["head size: another than"]),
+    ("granite", "mixtral", {}, ["multipliers on embeddings"]),
+    ("llama", "olmoe", {}, ["norm of queries and keys: none, not over all heads"]),
+    ("gemma2", "mixtral", {}, ["Gemma's norms scale by 1 + weight", "sliding window: in some layers"]),
+    ("olmo2", "mixtral", {}, ["norms: after attention and experts, not before attention and experts"]),
+]
+
+
+def save_ours(folder: Path, base: str, **settings) -> Path:
+    tiny_moe_model(base, **settings).save_pretrained(folder)
+    return folder
+
+
+def logits(folder):
+    return moesaic.load(folder, dtype="float32")(input_ids=TOKENS, use_cache=False).logits
+
+
+def tensors(folder):
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(("base", "family", "settings"), EXACT)
+@pytest.mark.parametrize("layout", ["family", "fused"])
+def test_a_native_family_computes_the_same(tmp_path, base, family, settings, layout):
+    source = save_ours(tmp_path / "moe", base, **settings)
+    result = moesaic.export(source, tmp_path / "out", to=family, layout=layout)
+    assert result.family == family
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(source), atol=1e-5, rtol=0)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["architectures"] == [NATIVE[family].causal_class]
+    assert "auto_map" not in config
+    assert not (tmp_path / "out/modeling_moesaic.py").exists()
+
+
+@pytest.mark.parametrize(("base", "family", "settings", "rules"), REFUSED)
+def test_every_rule_that_fails_is_named(tmp_path, base, family, settings, rules):
+    source = save_ours(tmp_path / "moe", base, **settings)
+    with pytest.raises(MoesaicError) as caught:
+        moesaic.export(source, tmp_path / "out", to=family, dry_run=True)
+    for rule in rules:
+        assert rule in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_auto_takes_the_best_and_says_why(tmp_path, capsys):
+    source = save_ours(tmp_path / "moe", "llama")
+    assert cli.run(["export", str(source), str(tmp_path / "out")]) == 0
+    assert "mixtral" in (line := capsys.readouterr().out)
+    assert "every engine runs" in line
+
+
+def test_auto_names_the_rules_of_every_family_where_none_fits(tmp_path):
+    source = save_ours(tmp_path / "moe", "llama", **DIVMOE)
+    with pytest.raises(
+        MoesaicError, match="exactly none of the native families: routing: one expert per group"
+    ) as caught:
+        moesaic.export(source, tmp_path / "out", dry_run=True)
+    assert "olmoe (norm of queries and keys" in str(caught.value)
+
+
+def test_every_base_is_plain_or_special():
+    assert set(PLAIN) | set(SPECIAL) == set(STEMS)
+    assert not set(PLAIN) & set(SPECIAL)
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_layouts_there_and_back_are_the_same_bits(tmp_path, family, fused):
+    source = save_tiny_moe(tmp_path / "m", family, fused=fused, dtype=torch.bfloat16)
+    same = moesaic.export(source, tmp_path / "same", layout="input")
+    assert same.family == family
+    before, after = tensors(source), tensors(tmp_path / "same")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    moesaic.export(source, tmp_path / "other", layout="family" if fused else "fused")
+    moesaic.export(tmp_path / "other", tmp_path / "back", layout="fused" if fused else "family")
+    again = tensors(tmp_path / "back")
+    assert before.keys() == again.keys()
+    assert all(torch.equal(before[name], again[name]) for name in before)
+    assert (
+        tensors(tmp_path / "other").keys() == tensors(save_tiny_moe(tmp_path / "ref", family, fused=not fused)).keys()
+    )
+
+
+def test_native_checkpoints_become_ours(tmp_path):
+    for family in ("qwen3_moe", "mixtral", "granitemoe", "flex_olmo"):
+        source = save_tiny_moe(tmp_path / family, family)
+        moesaic.export(source, tmp_path / f"{family}-ours", to="moesaic")
+        torch.testing.assert_close(logits(tmp_path / f"{family}-ours"), logits(source), atol=1e-5, rtol=0)
+    with pytest.raises(MoesaicError, match="its shared expert has a gate"):
+        moesaic.export(save_tiny_moe(tmp_path / "q", "qwen2_moe"), tmp_path / "no", to="moesaic")
+
+
+def test_dtype_rounds_every_weight_once(tmp_path):
+    source = save_ours(tmp_path / "moe", "llama", num_shared_experts=1, routing_weighting="all")
+    moesaic.export(source, tmp_path / "wide", to="qwen2_moe")
+    moesaic.export(source, tmp_path / "half", to="qwen2_moe", dtype="bfloat16")
+    wide, half = tensors(tmp_path / "wide"), tensors(tmp_path / "half")
+    assert all(torch.equal(half[name], tensor.bfloat16()) for name, tensor in wide.items())
+    assert json.loads((tmp_path / "half/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_number_too_large_for_float16_is_refused(tmp_path):
+    model = tiny_moe_model("llama")
+    with torch.no_grad():
+        model.model.norm.weight[0] = 1e5
+    model.save_pretrained(tmp_path / "moe")
+    with pytest.raises(MoesaicError, match=r"model\.norm\.weight leaves the range of F16"):
+        moesaic.export(tmp_path / "moe", tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tied_rows_and_16_bit_routers_are_warned_about(tmp_path):
+    model = tiny_moe_model("llama", dtype=torch.bfloat16)
+    with torch.no_grad():
+        gate = model.model.layers[0].mlp.gate.weight
+        gate[1] = gate[0]
+    model.save_pretrained(tmp_path / "moe")
+    assert "routers of 1 layers have equal rows" in moesaic.export(tmp_path / "moe", tmp_path / "a").notices[0]
+    assert not moesaic.export(tmp_path / "moe", tmp_path / "b", dtype="float32").notices
+
+
+def test_check_fails_where_the_result_differs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("moesaic.verifying.text.MAX_TOKENS", 40)
+    source = save_ours(tmp_path / "moe", "llama")
+    assert cli.run(["export", str(source), str(tmp_path / "out"), "--check", "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checks"][0]["ok"] is True
+    monkeypatch.setattr("moesaic.exporting.check.RELATIVE", 0.0)
+    monkeypatch.setattr("moesaic.exporting.check.compare_logits.__defaults__", (0.0,))
+    assert cli.run(["export", str(source), str(tmp_path / "out2"), "--check", "--quiet"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--to", "gpt2"], "--to gpt2: not one of"),
+        (["--layout", "stacked"], "layout"),
+        (["--layout", "per-expert", "--to", "moesaic"], "--layout per-expert"),
+        (["--shard-size", "0"], "shard"),
+        (["--check", "--dry-run"], "--check needs the result"),
+        (["--to", "gguf"], "MOESAIC_LLAMA_CPP"),
+        (["--to", "gguf", "--layout", "fused"], "--layout fused"),
+        (["--to", "gguf", "--llama-cpp", "/nowhere"], "convert_hf_to_gguf.py"),
+    ],
+)
+def test_wrong_options_are_one_line(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.delenv("MOESAIC_LLAMA_CPP", raising=False)
+    source = save_ours(tmp_path / "moe", "llama")
+    assert cli.run(["export", str(source), str(tmp_path / "out"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dense_model_is_refused(tmp_path):
+    from tests.tiny_models import save_tiny
+
+    with pytest.raises(MoesaicError, match="not an MoE family"):
+        moesaic.export(save_tiny(tmp_path / "dense", "llama"), tmp_path / "out")
+
+
+def test_an_existing_target_is_kept(tmp_path):
+    source = save_ours(tmp_path / "moe", "llama")
+    moesaic.export(source, tmp_path / "out")
+    with pytest.raises(MoesaicError, match="exists"):
+        moesaic.export(source, tmp_path / "out", to="granitemoeshared")
+    moesaic.export(source, tmp_path / "out", to="granitemoeshared", overwrite=True)
+    assert open_checkpoint(tmp_path / "out").config["model_type"] == "granitemoeshared"
+
+
+def test_a_rule_that_training_recorded_is_not_lost_in_silence(tmp_path):
+    source = save_tiny_moe(tmp_path / "m", "qwen3_moe")
+    record = {"format": "moesaic/1", "routing": {"rule": {"rule": "topk"}, "selection_bias": [[0.1] * 8] * 2}}
+    (source / "moesaic.json").write_text(json.dumps(record))
+    result = moesaic.export(source, tmp_path / "fused", layout="fused")
+    assert "selection bias" in result.notices[0]
+    assert json.loads((tmp_path / "fused/moesaic.json").read_text())["routing"] == record["routing"]
+    with pytest.raises(MoesaicError, match=r"selection bias that moesaic\.json records"):
+        moesaic.export(source, tmp_path / "ours", to="moesaic")
+
+
+GGUF_REFUSED = [
+    ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob: false, where llama.cpp computes true"),
+    ("qwen2_moe", {"norm_topk_prob": True}, "norm_topk_prob: true, where llama.cpp computes false"),
+    ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob: true"),
+    ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps: 1e-06, where llama.cpp computes 1e-05"),
+    ("olmoe", {"clip_qkv": 3.0}, "clip_qkv: 3.0"),
+    ("mixtral", {"sliding_window": 8}, "sliding window: yes"),
+    ("qwen2_moe", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0,
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}, "rope: llama3"),
+    ("flex_olmo", {}, "FlexOlmo"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "settings", "message"), GGUF_REFUSED)
+def test_what_llama_cpp_gets_wrong_is_refused(tmp_path, family, settings, message):
+    (tmp_path / "convert_hf_to_gguf.py").touch()
+    source = save_tokenizer(save_tiny_moe(tmp_path / "m", family, **settings))
+    with pytest.raises(MoesaicError, match=r"llama\.cpp") as caught:
+        plan_gguf(ExportRecipe(checkpoint=str(source), to="gguf"), tmp_path)
+    assert message in str(caught.value)
+
+
+def test_gguf_goes_through_a_family_that_llama_cpp_computes(tmp_path):
+    (tmp_path / "convert_hf_to_gguf.py").touch()
+    cases = [
+        ("llama", {}, "mixtral"),
+        ("llama", {"num_shared_experts": 1}, "granitemoeshared"),
+        ("llama", {"num_shared_experts": 1, "routing_weighting": "all"}, "qwen2_moe"),
+    ]
+    for number, (base, settings, family) in enumerate(cases):
+        source = save_tokenizer(save_ours(tmp_path / str(number), base, tied=True, **settings))
+        plan = plan_gguf(ExportRecipe(checkpoint=str(source), to="gguf"), tmp_path)
+        assert plan.native.family == family
+        names = {one.output.name for one in plan.native.tensors}
+        assert ("lm_head.weight" in names) == (family == "qwen2_moe")
+    with pytest.raises(MoesaicError, match="tokenizer"):
+        plan_gguf(ExportRecipe(checkpoint=str(save_ours(tmp_path / "none", "llama")), to="gguf"), tmp_path)
+
+
+def test_a_converter_that_fails_leaves_nothing(tmp_path):
+    (tmp_path / "convert_hf_to_gguf.py").write_text("import sys; sys.exit('unknown tokenizer')")
+    source = save_tokenizer(save_ours(tmp_path / "moe", "llama"))
+    with pytest.raises(MoesaicError, match="failed with status 1: unknown tokenizer"):
+        moesaic.export(source, tmp_path / "out", to="gguf", llama_cpp=tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"convert_hf_to_gguf.py", "moe"}
