@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moesaic.checkpoint.pio import explained
+from moesaic.lab.claims import claims_table
 from moesaic.lab.experiments import EXPERIMENTS
 from moesaic.lab.plan import REPORT, Plan, Step, read_plan
 from moesaic.lab.rows import Row, all_rows, curves, write_rows
@@ -54,7 +55,7 @@ def find(out: Path) -> Finding:
         out=out,
         plan=plan,
         rows=rows,
-        tables=EXPERIMENTS[plan.experiment].tables(rows),
+        tables=[*EXPERIMENTS[plan.experiment].tables(rows), *_claims(plan.experiment, rows)],
         finished=len(_counted(done)),
         seconds=sum(_seconds(out / "steps" / f"{step.name}.time.tsv") for step in done),
     )
@@ -62,6 +63,11 @@ def find(out: Path) -> Finding:
         write_rows(out / RESULTS_FILE, rows)
         (out / MARKDOWN_FILE).write_text("\n".join(markdown(finding)) + "\n", encoding="utf-8")
     return finding
+
+
+def _claims(experiment: str, rows: Sequence[Row]) -> list[Table]:
+    table = claims_table(experiment, rows)
+    return [table] if table.rows else []
 
 
 def _seconds(file: Path) -> float:

@@ -52,7 +52,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     return [table for table in made if table.rows]
 
 
-def _router_on_5(subsets: Sequence[Row]) -> list[Row]:
+def router_on_5(subsets: Sequence[Row]) -> list[Row]:
     """The selection that most tables use: by `router`, on the number of documents nearest to 5."""
     numbers = label_values(subsets, "documents")
     number = min(numbers, key=lambda value: abs(value - 5), default=None)
@@ -60,7 +60,7 @@ def _router_on_5(subsets: Sequence[Row]) -> list[Row]:
 
 
 def _increase(subsets: Sequence[Row]) -> Table:
-    chosen = _router_on_5(subsets)
+    chosen = router_on_5(subsets)
     shares = label_values(chosen, "share")
     body = []
     for model in label_values(subsets, "model"):
@@ -78,7 +78,7 @@ def _increase(subsets: Sequence[Row]) -> Table:
 
 def _per_domain(subsets: Sequence[Row]) -> Table:
     return pivot(
-        [*where(subsets, share=_FULL), *_router_on_5(subsets)],
+        [*where(subsets, share=_FULL), *router_on_5(subsets)],
         title="Each domain",
         note="Held-out loss with a share of the experts, chosen by router on 5 documents of the domain.",
         down=("model", "share"),
@@ -90,7 +90,7 @@ def _per_domain(subsets: Sequence[Row]) -> Table:
 def _memory_matched(rows: Sequence[Row]) -> Table:
     """Figure 1 of the paper: 25% of the experts, before and after fine-tuning, beside small models from scratch."""
     subsets, trained = where(rows, measure="subset_loss"), where(rows, measure="loss", stage="trained")
-    chosen = where(_router_on_5(subsets), share=0.25)
+    chosen = where(router_on_5(subsets), share=0.25)
     body = [
         ("standard MoE with as many experts, from scratch", show(interval_of(where(trained, model="few_experts")))),
         ("dense model of the active size, from scratch", show(interval_of(where(trained, model="dense")))),
