@@ -23,7 +23,20 @@ from moesaic.upcycling.recipe import UpcycleRecipe
 from moesaic.workers import MOST_WORKERS
 from tests.tiny_models import VOCABULARY, save_tiny
 
-VERBS = ["upcycle", "train", "expand", "verify", "plan", "generate", "recipes", "recipes list", "recipes show"]
+VERBS = [
+    "upcycle",
+    "train",
+    "expand",
+    "select",
+    "extract",
+    "merge-back",
+    "verify",
+    "plan",
+    "generate",
+    "recipes",
+    "recipes list",
+    "recipes show",
+]
 
 
 @pytest.fixture
