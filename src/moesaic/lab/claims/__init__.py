@@ -26,7 +26,7 @@ def claims_table(experiment: str, rows: Sequence[Row]) -> Table:
     return Table(
         title="Claims",
         note="Figures with 95% intervals over seeds, differences paired by seed, losses in nats per token. `seen`: the "
-        "interval lies on the claim's side of 0; `opposite` (or `not seen`, where a claim has no opposite): on the other; "
+        "interval lies on the claim's side of 0; `opposite` (or `not seen`, where it has no opposite): on the other; "
         "`undecided`: it holds 0, or there is one seed.",
         header=("the paper says", "measured", "verdict"),
         rows=tuple(body),
