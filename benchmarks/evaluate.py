@@ -12,7 +12,7 @@ import io
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from moesaic.evaluation import harness
 from moesaic.evaluation.benchmarks import BENCHMARKS
@@ -33,8 +33,9 @@ def alone(checkpoint: Path, data: Path, limit: int, batch_size: int) -> tuple[fl
     for name in TASKS:
         local = read_local(name, BENCHMARKS[name], data, shots=0)
         tasks += harness.build(name, BENCHMARKS[name], shots=0, seed=DEFAULT_SEED, local=local).values()
-    model = HFLM(pretrained=load(checkpoint), tokenizer=load_tokenizer(checkpoint), batch_size=batch_size)
-    found: Any = lm_eval.simple_evaluate(model=model, tasks=tasks, limit=limit, log_samples=False)
+    make, run = cast(Any, HFLM), cast(Any, lm_eval.simple_evaluate)  # decorators hide their signatures
+    model = make(pretrained=load(checkpoint), tokenizer=load_tokenizer(checkpoint), batch_size=batch_size)
+    found = run(model=model, tasks=tasks, limit=limit, log_samples=False)
     return time.monotonic() - started, {name: found["results"][name]["acc,none"] for name in TASKS}
 
 

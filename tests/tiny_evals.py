@@ -67,9 +67,10 @@ def write_evals(folder: Path, *, rows: int = 6) -> Path:
     return folder
 
 
-def save_tiny_dense(folder: Path) -> Path:
+def save_tiny_dense(folder: Path, *, reach: int = 512) -> Path:
     """A tiny Llama with a tokenizer of characters."""
-    model = AutoModelForCausalLM.from_config(tiny_config("llama", vocab_size=VOCABULARY, max_position_embeddings=512))
+    config = tiny_config("llama", vocab_size=VOCABULARY, max_position_embeddings=reach)
+    model = AutoModelForCausalLM.from_config(config)
     randomize(model, 0)
     model.save_pretrained(folder)
     return save_tokenizer(folder)
@@ -88,8 +89,9 @@ def naive_document_loss(folder: Path, text: str, window: int) -> tuple[float, in
     before = [tokenizer.eos_token_id, *tokenizer(text)["input_ids"]]
     total = 0.0
     for begin in range(0, len(before) - 1, window):
-        seen = before[begin : begin + window + 1]
+        end = min(begin + window, len(before) - 1)
         with torch.no_grad():
-            logs = model(input_ids=torch.tensor([seen[:-1]])).logits[0].log_softmax(-1)
-        total -= sum(float(logs[place, token]) for place, token in enumerate(seen[1:]))
+            logs = model(input_ids=torch.tensor([before[max(0, end - window) : end]])).logits[0].log_softmax(-1)
+        for place in range(begin, end):
+            total -= float(logs[place - end, before[place + 1]])
     return total, len(before) - 1

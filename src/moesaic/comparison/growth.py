@@ -98,7 +98,7 @@ def tuning_table(groups: Sequence[Group]) -> Table | None:
 
 
 def _trained_from(after: Group, before: Group) -> bool:
-    hashes = {run.weights_hash for run in before.runs if run.weights_hash}
+    hashes = _hashes(before)
     return all(run.verb == "train" and hashes & {*run.made_from} for run in after.runs)
 
 
@@ -107,7 +107,7 @@ def retention_table(groups: Sequence[Group]) -> Table | None:
 
     A subset belongs to a full model by its weights (`eval --selection`) or by its parent's (`extract`, `train`).
     """
-    runs = {run.weights_hash: run for one in groups for run in one.runs if run.weights_hash}
+    runs = {digest: run for one in groups for run in one.runs for digest in run.hashes}
     full = [one for one in groups if all(run.kept is not None and run.kept == run.experts for run in one.runs)]
     columns, rows = columns_of(groups), []
     for whole in full:
@@ -132,8 +132,12 @@ def retention_table(groups: Sequence[Group]) -> Table | None:
     )
 
 
+def _hashes(one: Group) -> set[str]:
+    return {digest for run in one.runs for digest in run.hashes}
+
+
 def _is_subset(one: Group, whole: Group, runs: dict[str, Run]) -> bool:
-    hashes = {run.weights_hash for run in whole.runs if run.weights_hash}
+    hashes = _hashes(whole)
     for run in one.runs:
         smaller = run.kept is not None and run.experts is not None and run.kept < run.experts
         if not smaller or not (hashes & _ancestors(run, runs)):
@@ -144,12 +148,12 @@ def _is_subset(one: Group, whole: Group, runs: dict[str, Run]) -> bool:
 def _ancestors(run: Run, runs: dict[str, Run]) -> set[str]:
     """Hashes of the weights of a run and of what it was made from, as far as the given runs tell."""
     found: set[str] = set()
-    ahead = [run.weights_hash, *run.made_from]
+    ahead = [*run.hashes, *run.made_from]
     while ahead:
         digest = ahead.pop()
-        if digest is not None and digest not in found:
+        if digest not in found:
             found.add(digest)
-            ahead += runs[digest].made_from if digest in runs else ()
+            ahead += [*runs[digest].hashes, *runs[digest].made_from] if digest in runs else []
     return found
 
 

@@ -52,8 +52,10 @@ class Run:
     """Column key -> score."""
     averages: Sequence[Mapping[str, Any]] = ()
     """As in the results file."""
-    weights_hash: str | None = None
+    hashes: frozenset[str] = frozenset()
+    """Of its weights: all of them, and a sample."""
     made_from: tuple[str, ...] = ()
+    """Hashes of what it was made from, of either kind."""
     verb: str | None = None
     kept: int | None = None
     """Routed experts per layer that are used, where that is one number."""
@@ -116,7 +118,7 @@ def _from_results(path: Path, name: str) -> Run:
             columns=columns,
             scores=scores,
             averages=document["averages"],
-            weights_hash=checkpoint["weights_hash"],
+            hashes=frozenset({checkpoint["weights_hash"], checkpoint["sample_hash"]}),
             made_from=tuple(checkpoint["made_from"]),
             verb=checkpoint["verb"],
             kept=kept,
@@ -189,7 +191,7 @@ def _from_metrics(folder: Path, name: str) -> Run:
         path=folder,
         columns=columns,
         scores=scores,
-        weights_hash=record.get("weights_hash"),
+        hashes=frozenset(filter(None, [record.get("weights_hash")])),
         made_from=tuple(one["weights_hash"] for one in record.get("sources") or [] if one.get("weights_hash")),
         verb=record.get("verb"),
         expansions=expansions,
@@ -244,7 +246,7 @@ def _joined(results: Run, trained: Run) -> Run:
         columns={**trained.columns, **results.columns},
         scores={**trained.scores, **results.scores},
         averages=results.averages,
-        weights_hash=results.weights_hash,
+        hashes=results.hashes,
         made_from=results.made_from,
         verb=results.verb,
         kept=results.kept,

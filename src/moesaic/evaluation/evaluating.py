@@ -12,6 +12,7 @@ from moesaic.errors import MoesaicError
 from moesaic.evaluation import harness, perplexity
 from moesaic.evaluation.benchmarks import BENCHMARKS, Benchmark
 from moesaic.evaluation.jobs import Job, Request, prepare
+from moesaic.evaluation.local import DataMissingError
 from moesaic.evaluation.report import EvalResult
 from moesaic.evaluation.results import (
     average,
@@ -112,7 +113,8 @@ def evaluate(
         _run_all(todo, document, request, checkpoint, path, missing, device=device, dtype=dtype, quiet=quiet)
     elif path is not None:
         write_results(path, document)
-    return _result(path, chosen, document, missing, [job.task.task for job in todo], dry_run=False)
+    ran = [job.task.task for job in todo if job.task.task not in missing]
+    return _result(path, chosen, document, missing, ran, dry_run=False)
 
 
 def _check_arguments(*, limit: int | None, batch_size: int, shots: int | None, data_dir: str | Path | None) -> None:
@@ -140,12 +142,13 @@ def _run_all(
     request: Request,
     checkpoint: str | Path,
     path: Path | None,
-    missing: Mapping[str, str],
+    missing: dict[str, str],
     *,
     device: str | None,
     dtype: str,
     quiet: bool,
 ) -> None:
+    """Load the model, run the jobs, write the results after each; adds to `missing` what the model is too short for."""
     from moesaic.loading import load, load_tokenizer
 
     tokenizer: Any = load_tokenizer(checkpoint)
@@ -153,6 +156,11 @@ def _run_all(
     lm = harness.wrap(model, tokenizer, batch_size=request.batch_size)
     for job in jobs:
         started = time.monotonic()
+        try:
+            harness.refuse_short_reach(lm, job.tasks)
+        except DataMissingError as error:
+            missing[job.task.task] = str(error)
+            continue
         with _restricted(model, job.subset):
             entry = (_run_text if job.documents else _run_benchmark)(job, request, lm, quiet)
         entry["seconds"] = round(time.monotonic() - started, 3)
@@ -162,6 +170,9 @@ def _run_all(
             write_results(path, document)
         score = "no score" if entry["score"] is None else f"{entry['score']:.4f}"
         notice(f"{job.task.task}: {entry['metric']} {score}, {entry['seconds']:.0f} s", quiet=quiet)
+    _record(document, request.suite, missing)
+    if path is not None:
+        write_results(path, document)
 
 
 def _restricted(model: Any, subset: Subset | None) -> contextlib.AbstractContextManager[Any]:
@@ -172,7 +183,7 @@ def _restricted(model: Any, subset: Subset | None) -> contextlib.AbstractContext
 
 def _run_benchmark(job: Job, request: Request, lm: Any, quiet: bool) -> dict[str, Any]:
     benchmark: Benchmark = BENCHMARKS[job.task.task]
-    measured = harness.run(lm, job.tasks, limit=request.limit, seed=request.seed, quiet=quiet)
+    measured = harness.run(lm, job.tasks, limit=request.limit, seed=request.seed, quiet=quiet, rows=job.rows)
     whole = harness.pooled(list(measured.values()))
     metric = job.task.metric or benchmark.metric
     if metric not in whole.metrics:

@@ -17,7 +17,8 @@ import torch
 
 from moesaic.errors import MoesaicError
 from moesaic.evaluation.benchmarks import Benchmark
-from moesaic.evaluation.local import WHOLE, DataMissingError, LocalData
+from moesaic.evaluation.local import WHOLE, DataMissingError, HeldOut, LocalData
+from moesaic.selection.calibration import in_split
 
 _NEEDED = "moesaic eval: needs lm_eval; pip install 'moesaic[eval]'"
 
@@ -45,9 +46,10 @@ def wrap(model: Any, tokenizer: Any, *, batch_size: int) -> Any:
     """lm-eval's view of a loaded model."""
     require_lm_eval()
     with _silent(quiet=True):
-        from lm_eval.models.huggingface import HFLM
+        from lm_eval.models import huggingface
 
-        return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        made: Any = huggingface.HFLM  # its signature is hidden by a decorator
+        return made(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
 
 
 def build(name: str, benchmark: Benchmark, *, shots: int, seed: int, local: LocalData | None) -> dict[str, Any]:
@@ -122,8 +124,39 @@ def _data(benchmark: Benchmark, part: str, *, shots: int, local: LocalData | Non
     return changes
 
 
-def run(lm: Any, tasks: Mapping[str, Any], *, limit: int | None, seed: int, quiet: bool) -> dict[str, Measured]:
-    """Ask the model; the numbers of each task."""
+def refuse_short_reach(lm: Any, tasks: Mapping[str, Any]) -> None:
+    """Refuse tasks whose answers may be longer than the model reaches; lm-eval would stop in the middle.
+
+    Raises:
+        DataMissingError: names both lengths.
+    """
+    for task in tasks.values():
+        if task.OUTPUT_TYPE != "generate_until":
+            continue
+        longest = (task.config.generation_kwargs or {}).get("max_gen_toks", lm.max_gen_toks)
+        if longest >= lm.max_length:
+            raise DataMissingError(f"its answers may take {longest} tokens, and the model reaches {lm.max_length}")
+
+
+def rows_left(tasks: Mapping[str, Any], held_out: HeldOut, limit: int | None) -> dict[str, list[int]]:
+    """Of each task, the first `limit` rows that selections leave; rows of the hub are numbered within their task."""
+    found = {}
+    for name, task in tasks.items():
+        numbers = range(len(task.eval_docs))
+        found[name] = [n for n in numbers if not in_split(n, share=held_out.share, seed=held_out.seed)][:limit]
+    return found
+
+
+def run(
+    lm: Any,
+    tasks: Mapping[str, Any],
+    *,
+    limit: int | None,
+    seed: int,
+    quiet: bool,
+    rows: dict[str, list[int]] | None = None,
+) -> dict[str, Measured]:
+    """Ask the model the first `limit` rows, or the given `rows`, of each task; the numbers of each."""
     from lm_eval.evaluator import evaluate
 
     _seed(seed)
@@ -131,7 +164,8 @@ def run(lm: Any, tasks: Mapping[str, Any], *, limit: int | None, seed: int, quie
         results: Any = evaluate(
             lm=lm,
             task_dict={"tasks": dict(tasks), "groups": {}, "group_map": {}},
-            limit=limit,
+            limit=None if rows else limit,
+            samples=rows,
             log_samples=False,
             confirm_run_unsafe_code=True,  # ours are isolated, and refused before where that is not allowed
         )

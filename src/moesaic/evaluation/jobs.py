@@ -39,6 +39,8 @@ class Job:
     missing_parts: tuple[str, ...] = ()
     local: LocalData | None = None
     tasks: Mapping[str, Any] = field(default_factory=dict)
+    rows: dict[str, list[int]] | None = None
+    """Of the hub's data, the rows of each of lm-eval's tasks that are asked; None: all, or the first `limit`."""
     documents: list[perplexity.Document] = field(default_factory=list)
 
 
@@ -69,12 +71,14 @@ def _benchmark_job(request: Request, task: SuiteTask, subset: Subset | None) -> 
             raise DataMissingError("it runs programs that the model writes; --allow-code-execution allows that")
         check_isolation()
     refuse_too_many_shots(benchmark, task.shots)
-    held_out = _held_out(request.suite, subset, task.task)
+    held_out = _held_out(request.suite, subset)
     local = None
     if request.data_dir is not None:
         local = read_local(task.task, benchmark, request.data_dir, shots=task.shots, held_out=held_out)
-    elif held_out is not None:
-        raise DataMissingError("leaving out the rows of selections needs local rows; give --data-dir")
+        if held_out is not None and subset is not None and subset.saw_all_of(local.file):
+            warn(f"{subset.file}: was made on {local.file} without --split, so rows of {task.task} are among its own")
+    elif subset is not None and subset.drawn() is not None:
+        raise DataMissingError("its selection was made on a share of local rows; --data-dir with these says which")
     tasks = harness.build(task.task, benchmark, shots=task.shots, seed=request.seed, local=local)
     identity = _identity(task, subset, held_out) | {
         "data": dict(local.hashes) if local else "hub",
@@ -87,6 +91,7 @@ def _benchmark_job(request: Request, task: SuiteTask, subset: Subset | None) -> 
         local=local,
         tasks=tasks,
         missing_parts=local.missing_parts if local else (),
+        rows=None if local or held_out is None else harness.rows_left(tasks, held_out, request.limit),
     )
 
 
@@ -110,11 +115,9 @@ def _identity(task: SuiteTask, subset: Subset | None, held_out: HeldOut | None) 
     }
 
 
-def _held_out(suite: Suite, subset: Subset | None, task: str) -> HeldOut | None:
+def _held_out(suite: Suite, subset: Subset | None) -> HeldOut | None:
     """The rows to leave out: those that the selection was made on, or that one would be made on."""
-    drawn = None if subset is None else subset.drawn()
     if suite.selection_share is None:
         return None
-    if subset is not None and drawn is None:
-        warn(f"{subset.file}: was not made with --split, so rows of {task} may be among those that it was made on")
+    drawn = None if subset is None else subset.drawn()
     return drawn or HeldOut(share=suite.selection_share, seed=0)

@@ -37,6 +37,8 @@ class LocalData:
     hashes: Mapping[str, str]
     """File name -> xxh3_128 of its bytes."""
     missing_parts: tuple[str, ...]
+    file: Path
+    """The file of the evaluated rows."""
 
 
 def find_split(folder: Path, stem: str, split: str) -> Path:
@@ -87,7 +89,10 @@ def read_local(
     if not complete:
         raise DataMissingError(f"{files[benchmark.split]} has no rows of {name}")
     return LocalData(
-        rows=complete, hashes=_hashes(files), missing_parts=tuple(part for part in parts if part not in complete)
+        rows=complete,
+        hashes=_hashes(files),
+        missing_parts=tuple(part for part in parts if part not in complete),
+        file=files[benchmark.split],
     )
 
 

@@ -2,8 +2,9 @@
 
 Every document begins anew after the tokenizer's start token (or its end token where it has no start), as in lm-eval's
 rolling likelihood, so all of its tokens are predicted and its bits are those of all of its bytes. A document longer
-than the window goes on in the next one, whose first token sees only the token before it. Each window is a row of its
-own, so nothing of one document is seen from another, whatever the model's attention does with packed rows.
+than the window goes on in the next one, whose first token sees only the token before it, but for the last one, which
+reaches back over a whole window. Each window is a row of its own, so nothing of one document is seen from another,
+whatever the model's attention does with packed rows.
 """
 
 import math
@@ -182,7 +183,7 @@ def document_losses(
             )
         tokens_N[number] = len(ids)
         windows += [(number, *pair) for pair in cut(ids, start, window)]
-    windows.sort(key=lambda one: -len(one[2]))
+    windows.sort(key=lambda one: -len(one[1]))
     losses_N = torch.zeros(len(texts), dtype=torch.float64)
     with progress(float(tokens_N.sum()), unit="tokens", label="perplexity", quiet=quiet) as tick:
         for batch in _batches(windows, batch_size):
@@ -192,16 +193,14 @@ def document_losses(
 
 
 def cut(ids: Sequence[int], start: int, window: int) -> list[tuple[list[int], list[int]]]:
-    """Inputs and targets of each window: every token is a target once, after the token before it at least.
+    """Inputs and targets of each window: every token is a target once; the targets are what the last inputs predict.
 
     >>> cut([5, 6, 7], 1, 2)
-    [([1, 5], [5, 6]), ([6], [7])]
+    [([1, 5], [5, 6]), ([5, 6], [7])]
     """
     before = [start, *ids]
-    return [
-        (before[begin : begin + window][: len(ids) - begin], list(ids[begin : begin + window]))
-        for begin in range(0, len(ids), window)
-    ]
+    ends = [min(begin + window, len(ids)) for begin in range(0, len(ids), window)]
+    return [(before[max(0, end - window) : end], list(ids[number * window : end])) for number, end in enumerate(ends)]
 
 
 def _batches(
@@ -209,16 +208,18 @@ def _batches(
 ) -> Iterator[Sequence[tuple[int, list[int], list[int]]]]:
     begin = 0
     while begin < len(windows):
-        rows = max(1, min(batch_size, _POSITIONS // len(windows[begin][2])))
+        rows = max(1, min(batch_size, _POSITIONS // len(windows[begin][1])))
         yield windows[begin : begin + rows]
         begin += rows
 
 
 def _losses(model: Any, batch: Sequence[tuple[int, list[int], list[int]]]) -> Tensor:
     """Sum of the losses of each row. Padding is on the right, where no token of the text sees it."""
-    width = max(len(targets) for _, _, targets in batch)
+    width = max(len(inputs) for _, inputs, _ in batch)
     inputs_BT = torch.tensor([[*inputs, *[0] * (width - len(inputs))] for _, inputs, _ in batch])
-    labels_BT = torch.tensor([[*targets, *[IGNORED] * (width - len(targets))] for _, _, targets in batch])
+    labels_BT = torch.full((len(batch), width), IGNORED)
+    for row, (_, inputs, targets) in enumerate(batch):
+        labels_BT[row, len(inputs) - len(targets) : len(inputs)] = torch.tensor(targets)
     logits_BTV = model(input_ids=inputs_BT.to(model.device), use_cache=False).logits
     losses_T, _ = token_losses(logits_BTV.flatten(0, 1), labels_BT.flatten().to(model.device))
     return losses_T.double().view(labels_BT.shape).sum(1).cpu()

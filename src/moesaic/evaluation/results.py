@@ -3,6 +3,7 @@
 Finished tasks are kept by a second call with the same settings; one with others is refused, so no file mixes them.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -14,10 +15,11 @@ from typing import Any
 
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.provenance import fingerprint, read_provenance, versions
-from moesaic.checkpoint.source import Checkpoint, load_json
+from moesaic.checkpoint.source import Checkpoint, load_json, open_checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.evaluation.suites import Average, Suite
 from moesaic.families.moe import detect_moe
+from moesaic.selection.source import sample_hash
 
 FORMAT = "moesaic-results/1"
 
@@ -27,7 +29,6 @@ _MUST_AGREE = ("settings", "versions")
 def new_document(opened: Checkpoint, settings: Mapping[str, Any]) -> dict[str, Any]:
     """A results file without results; reads all of the checkpoint for its hash."""
     record = read_provenance(opened.path) or {}
-    sources = [source.get("weights_hash") for source in record.get("sources") or []]
     return {
         "format": FORMAT,
         "checkpoint": {
@@ -35,8 +36,9 @@ def new_document(opened: Checkpoint, settings: Mapping[str, Any]) -> dict[str, A
             "revision": opened.revision,
             "model_type": opened.config.get("model_type"),
             "weights_hash": fingerprint(opened),
+            "sample_hash": sample_hash(opened),
             "verb": record.get("verb"),
-            "made_from": [digest for digest in sources if digest],
+            "made_from": _made_from(record),
             "experts": _experts(opened, record),
         },
         "settings": dict(settings),
@@ -46,6 +48,18 @@ def new_document(opened: Checkpoint, settings: Mapping[str, Any]) -> dict[str, A
         "missing": {},
         "averages": [],
     }
+
+
+def _made_from(record: Mapping[str, Any]) -> list[str]:
+    """Hashes of the checkpoints that one was made from, of the weights or of a sample of them, as far as known."""
+    found = [one["model"]["sample_hash"] for one in record.get("lineage") or []]
+    for source in record.get("sources") or []:
+        if source.get("weights_hash"):
+            found.append(source["weights_hash"])
+        elif Path(str(source.get("path"))).is_dir():
+            with contextlib.suppress(MoesaicError):
+                found.append(sample_hash(open_checkpoint(source["path"])))
+    return found
 
 
 def _experts(opened: Checkpoint, record: Mapping[str, Any]) -> dict[str, int] | None:

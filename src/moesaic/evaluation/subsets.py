@@ -41,6 +41,12 @@ class Subset:
         share = data.get("split")
         return None if share is None else HeldOut(share=float(share), seed=int(data.get("seed", 0)))
 
+    def saw_all_of(self, file: Path) -> bool:
+        """Whether it was made on all rows of a file, or of a folder with it."""
+        data = self.selection.details.get("data") or {}
+        made_on = data.get("path")
+        return made_on is not None and self.drawn() is None and file.resolve().is_relative_to(Path(made_on).resolve())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Subsets:

@@ -28,7 +28,14 @@ def results(
     settings: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Path:
-    checkpoint = {"name": "m", "weights_hash": weights, "made_from": [], "verb": None, "experts": None}
+    checkpoint = {
+        "name": "m",
+        "weights_hash": weights,
+        "sample_hash": f"s{weights}",
+        "made_from": [],
+        "verb": None,
+        "experts": None,
+    }
     for key in ("made_from", "verb", "experts"):
         checkpoint[key] = more.pop(key, checkpoint[key])
     document = {

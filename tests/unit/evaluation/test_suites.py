@@ -78,7 +78,7 @@ def test_unknown_names(reference: str, message: str):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tasks: [{task: piqqa}]", r"mine.yaml: tasks.0.task: 'piqqa' is unknown; did you mean 'piqa'"),
+        ("tasks: [{task: piqqa}]", r"mine.yaml: tasks.0: task: 'piqqa' is unknown; did you mean 'piqa'"),
         ("tasks: [{task: piqa, shot: 1}]", "mine.yaml: .*shot.*did you mean 'shots'"),
         ("tasks: [{task: piqa}, {task: piqa}]", "'piqa' is listed twice"),
         ("tasks: []", "needs at least one"),
