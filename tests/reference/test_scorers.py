@@ -96,11 +96,12 @@ KINDS = {
     "granitemoeshared": (route_selected, gated),
     "deepseek_v2_grouped": (route_softmax_groups, gated),
     "deepseek_v3": (route_sigmoid_groups, gated),
+    "deepseek_v3_top4": (route_sigmoid_groups, gated),
     "glm4_moe": (route_sigmoid_groups, gated),
     "ours_topk": (route_selected, gated),
     "ours_max": (route_one_per_group, gated),
 }
-SIGMOID = ("deepseek_v3", "glm4_moe")
+SIGMOID = ("deepseek_v3", "deepseek_v3_top4", "glm4_moe")
 
 
 def watch(model, kind):

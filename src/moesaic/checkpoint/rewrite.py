@@ -20,7 +20,7 @@ from torch import Tensor
 from moesaic.checkpoint.card import write_card
 from moesaic.checkpoint.headers import DTYPE_BITS
 from moesaic.checkpoint.layout import DEFAULT_SHARD_SIZE, Layout, plan_files
-from moesaic.checkpoint.output import output_folder, require_disk
+from moesaic.checkpoint.output import check_target, output_folder, require_disk
 from moesaic.checkpoint.pieces import ComputedTensor, CopiedTensor, NewTensor, Work
 from moesaic.checkpoint.pieces import slot_tensor as slot_tensor
 from moesaic.checkpoint.pieces import whole as whole
@@ -104,6 +104,38 @@ def rewrite(
         written = _write(plan, folder, count, quiet)
         _write_small_files(plan, folder, hashes, written)
     return written
+
+
+def rewrite_unless_dry(
+    plan: Rewrite, out: str | Path, *, dry_run: bool, overwrite: bool, workers: int | None, quiet: bool
+) -> Path | None:
+    """Check target and space, and write unless it is a dry run: the folder that was written, if one was."""
+    check_target(out, overwrite, sources=[source.path for _, source in plan.sources])
+    check_space(plan, out)
+    if dry_run:
+        return None
+    rewrite(plan, out, overwrite=overwrite, workers=workers, quiet=quiet)
+    return Path(out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewriteResult:
+    """What a verb made that writes a checkpoint from others."""
+
+    out: Path | None
+    """None after a dry run."""
+    nbytes: int
+    """Of the weight files."""
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for `--json`."""
+        return {**vars(self), "out": None if self.out is None else str(self.out), "seconds": round(self.seconds, 3)}
+
+    def line(self, what: str) -> str:
+        """The same for people."""
+        where = "would be" if self.out is None else f"{self.out}:"
+        return f"{where} {what}, {self.nbytes / 1e6:,.1f} MB, in {self.seconds:.1f} s"
 
 
 def original_experts(checkpoint: Checkpoint, count: int, layers: int) -> list[list[int]]:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.card import model_card
-from moesaic.checkpoint.output import check_target
 from moesaic.checkpoint.pieces import NewTensor, slot_tensor, whole
 from moesaic.checkpoint.provenance import read_provenance
-from moesaic.checkpoint.rewrite import Rewrite, check_space, original_experts, rewrite
+from moesaic.checkpoint.rewrite import Rewrite, RewriteResult, original_experts, rewrite_unless_dry
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.families.moe import MoELayerTensors, MoEModel, detect_moe
 from moesaic.families.moe_table import EXPERT_COUNT_KEYS
@@ -40,30 +39,17 @@ class ExtractRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExtractResult:
+class ExtractResult(RewriteResult):
     """What was made."""
 
-    out: Path | None
-    """None after a dry run."""
     experts: int
     """Routed experts per layer of the result."""
     experts_before: int
     top_k: int
-    nbytes: int
-    """Of the weight files."""
-    seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for `--json`."""
-        return {**vars(self), "out": None if self.out is None else str(self.out), "seconds": round(self.seconds, 3)}
 
     def lines(self) -> list[str]:
-        """The same for people."""
-        where = "would be" if self.out is None else f"{self.out}:"
-        return [
-            f"{where} {self.experts} of {self.experts_before} experts per layer, {self.top_k} active, "
-            f"{self.nbytes / 1e6:,.1f} MB, in {self.seconds:.1f} s"
-        ]
+        """For people."""
+        return [self.line(f"{self.experts} of {self.experts_before} experts per layer, {self.top_k} active")]
 
 
 def extract(
@@ -103,12 +89,9 @@ def extract(
     where = "selection" if isinstance(selection, Selection) else str(selection)
     recipe = ExtractRecipe(checkpoint=str(checkpoint), selection=where, top_k=top_k, allow_nonfinite=allow_nonfinite)
     plan, active = plan_extract(recipe, loaded, out)
-    check_target(out, overwrite, sources=[source.path for _, source in plan.sources])
-    check_space(plan, out)
-    if not dry_run:
-        rewrite(plan, out, overwrite=overwrite, workers=workers, quiet=quiet)
+    written = rewrite_unless_dry(plan, out, dry_run=dry_run, overwrite=overwrite, workers=workers, quiet=quiet)
     return ExtractResult(
-        out=None if dry_run else Path(out),
+        out=written,
         experts=loaded.counts[0],
         experts_before=loaded.source.num_experts,
         top_k=active,

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from moesaic.checkpoint.card import model_card
-from moesaic.checkpoint.output import check_target
 from moesaic.checkpoint.provenance import read_provenance
-from moesaic.checkpoint.rewrite import Rewrite, check_space, rewrite
+from moesaic.checkpoint.rewrite import Rewrite, RewriteResult, rewrite_unless_dry
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.families.moe import MoEModel, detect_moe
@@ -39,31 +38,17 @@ class MergeBackRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeBackResult:
+class MergeBackResult(RewriteResult):
     """What was made."""
 
-    out: Path | None
-    """None after a dry run."""
     experts: int
     """Experts put back, over all layers."""
     parts: tuple[str, ...]
-    nbytes: int
-    seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for `--json`."""
-        return {
-            **vars(self),
-            "out": None if self.out is None else str(self.out),
-            "parts": list(self.parts),
-            "seconds": round(self.seconds, 3),
-        }
 
     def lines(self) -> list[str]:
-        """The same for people."""
-        where = "would be" if self.out is None else f"{self.out}:"
+        """For people."""
         more = f" with {', '.join(self.parts)}" if self.parts else ""
-        return [f"{where} {self.experts} experts put back{more}, {self.nbytes / 1e6:,.1f} MB, in {self.seconds:.1f} s"]
+        return [self.line(f"{self.experts} experts put back{more}")]
 
 
 def merge_back(
@@ -110,12 +95,9 @@ def merge_back(
         allow_nonfinite=allow_nonfinite,
     )
     plan, ids = plan_merge_back(recipe, out)
-    check_target(out, overwrite, sources=[checkpoint.path for _, checkpoint in plan.sources])
-    check_space(plan, out)
-    if not dry_run:
-        rewrite(plan, out, overwrite=overwrite, workers=workers, quiet=quiet)
+    written = rewrite_unless_dry(plan, out, dry_run=dry_run, overwrite=overwrite, workers=workers, quiet=quiet)
     return MergeBackResult(
-        out=None if dry_run else Path(out),
+        out=written,
         experts=sum(map(len, ids)),
         parts=recipe.parts,
         nbytes=plan.files.nbytes,

@@ -28,7 +28,16 @@ _OURS: dict[str, dict[str, Any]] = {
     },
 }
 
-KINDS = [*MOE_FAMILIES, "deepseek_v2_grouped", *_OURS]
+_GROUPED_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2_grouped": (
+        "deepseek_v2", {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}
+    ),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3_top4": ("deepseek_v3", {"num_experts_per_tok": 4}),
+    "glm4_moe": ("glm4_moe", {}),
+}  # fmt: skip
+
+KINDS = [*dict.fromkeys([*MOE_FAMILIES, *_GROUPED_KINDS, *_OURS])]
 
 
 def save_kind(folder: Path, kind: str, *, seed: int = 0) -> Path:
@@ -36,11 +45,8 @@ def save_kind(folder: Path, kind: str, *, seed: int = 0) -> Path:
     if kind in _OURS:
         tiny_moe_model("llama", seed=seed, **_OURS[kind]).save_pretrained(folder)
         return folder
-    if kind == "deepseek_v2_grouped":
-        grouped = _GROUPED | {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}
-        return save_tiny_moe(folder, "deepseek_v2", seed=seed, **grouped)
-    more = _GROUPED if kind in ("deepseek_v3", "glm4_moe") else {}
-    return save_tiny_moe(folder, kind, seed=seed, **more)
+    family, more = _GROUPED_KINDS.get(kind, (kind, {}))
+    return save_tiny_moe(folder, family, seed=seed, **(_GROUPED | more if kind in _GROUPED_KINDS else {}))
 
 
 def random_selection(folder: Path, *, seed: int = 0, share: int = 2) -> Selection:

@@ -1,6 +1,7 @@
 """A restricted model computes what the extracted checkpoint computes, for every kind of router."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,24 @@ def test_switching_between_selections(tmp_path):
     restrict(model, None)
     assert torch.equal(logits(model), before)
     assert not torch.equal(separate[0], separate[1])
+
+
+def test_each_request_gets_its_own_subset_of_one_loaded_model(tmp_path):
+    """One request math, the next law: what each generates is what its extracted checkpoint would."""
+    full = save_kind(tmp_path / "full", "qwen3_moe")
+    subsets = {name: random_selection(full, seed=seed) for seed, name in enumerate(("math", "law"))}
+    for name, selection in subsets.items():
+        extract(full, selection, tmp_path / name)
+    model: Any = load(full)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    cut: dict[str, Any] = {name: load(tmp_path / name) for name in subsets}
+    expected = {name: one.generate(IDS, **options) for name, one in cut.items()}
+    everything = model.generate(IDS, **options)
+    for name in ("math", "law", "math", "law"):
+        with restrict(model, subsets[name]):
+            assert torch.equal(model.generate(IDS, **options), expected[name])
+    assert torch.equal(model.generate(IDS, **options), everything)
+    assert not torch.equal(expected["math"], expected["law"])
 
 
 def test_dropped_experts_are_never_used_and_have_no_probability(tmp_path):
