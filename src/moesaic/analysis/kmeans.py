@@ -79,7 +79,7 @@ def seed_centres(
     chosen = [int(draw.integers(len(rows_TP)))]
     nearest_T = np.full(len(rows_TP), np.inf)
     for _ in range(clusters - 1):
-        distance_T = (1.0 - rows_TP @ rows_TP[chosen[-1]].astype(np.float64)).clip(min=0.0)
+        distance_T = (1.0 - (rows_TP @ rows_TP[chosen[-1]]).astype(np.float64)).clip(min=0.0)
         nearest_T = np.minimum(nearest_T, distance_T)
         edges_T = nearest_T.cumsum()
         chosen.append(min(int(np.searchsorted(edges_T, draw.random() * edges_T[-1], side="right")), len(rows_TP) - 1))

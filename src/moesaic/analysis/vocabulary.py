@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt
 from numpy import ndarray
 
 from moesaic.analysis.inspection import Share
@@ -26,7 +26,7 @@ class Vocabulary:
     """Index into `ids_V`; V for a token that is too rare."""
 
 
-def frequent_tokens(ids_T: Int[ndarray, " tokens"]) -> Vocabulary:
+def frequent_tokens(ids_T: UInt[ndarray, " tokens"]) -> Vocabulary:
     """The ids with at least `LEAST_OCCURRENCES`, and no more than `MOST_TOKENS` of them: by frequency, then by id."""
     ids, inverse_T, counts = np.unique(ids_T, return_inverse=True, return_counts=True)
     order = np.lexsort((ids, -counts))
