@@ -109,7 +109,7 @@ def test_text_of_the_data_is_never_markup(visit, report):
 
 
 def test_what_cannot_be_seen_is_shown_as_something_that_can(visit, tmp_path):
-    made = tiny_inspection()
+    made = tiny_inspection(document_tokens=80)
     write_inspection(made, tmp_path)
     moesaic.report([tmp_path], tmp_path / "report.html")
     visit = visit().open(tmp_path / "report.html", "reader")

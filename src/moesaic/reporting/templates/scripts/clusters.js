@@ -178,7 +178,7 @@ function documentCard(model, reader, document, share, index) {
     el('strong', {}, percent(share)),
     el('span', {}, ` ${visible(model.data.domains[facts.domain].name)}`),
     el('span', { class: 'small' }, ` ${visible(facts.source)}`),
-    span ? el('button', { type: 'button', class: 'link', click: () => readDocument(document) }, 'Read') : null,
+    span ? readButton(model, document, facts) : null,
   );
   const text = span
     ? tokenText(reader, span, {

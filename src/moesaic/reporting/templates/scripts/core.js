@@ -35,11 +35,14 @@ function decoded(packed, bytes) {
   if (packed.json) return JSON.parse(new TextDecoder().decode(bytes));
   const kinds = { u1: Uint8Array, u2: Uint16Array, i4: Int32Array, f4: Float32Array };
   const values = new kinds[packed.type](bytes);
-  return { shape: packed.shape, values: packed.scale === 1 ? values : Float32Array.from(values, (value) => value * packed.scale) };
+  if (packed.scale === 1) return { shape: packed.shape, values };
+  const scaled = new Float32Array(values.length);
+  for (let index = 0; index < values.length; index++) scaled[index] = values[index] * packed.scale;
+  return { shape: packed.shape, values: scaled };
 }
 
 async function inflate(base64) {
-  const bytes = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
+  const bytes = Uint8Array.fromBase64?.(base64) ?? Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream('deflate'));
   return new Response(stream).arrayBuffer();
 }

@@ -94,12 +94,11 @@ function coExperts(others, select) {
 }
 
 function opening(model, facts, document, share) {
-  const readable = model === MODELS[state.shown[0]] && model.reader.documents.includes(document);
   return el(
     'li',
     {},
     el('span', { class: 'small' }, `${percent(share, 1)} · ${visible(model.data.domains[facts.domain].name)} `),
-    readable ? el('button', { type: 'button', class: 'link', click: () => readDocument(document) }, 'Read') : null,
+    model.reader.documents.includes(document) ? readButton(model, document, facts) : null,
     el('span', { class: 'opening', dir: 'auto' }, ` ${visible(facts.opening).replace(/\s+/g, ' ')}`),
   );
 }

@@ -90,17 +90,27 @@ function fillPicker(picker, model, fill) {
   );
 }
 
-const title = (facts) => visible(facts.opening).replace(/\s+/g, ' ').slice(0, 60) || facts.source;
-
-/** The document of `model` that is the same text as the chosen one of the first model; null if it cannot be read. */
-async function sameDocument(model, reader) {
-  const wanted = readerView.documents[readerView.document];
-  if (model === MODELS[state.shown[0]]) return readerView.document;
-  return model.reader.documents.find((document) => {
-    const facts = reader.documents[document];
-    return facts.source === wanted.source && facts.opening === wanted.opening;
-  });
+/** Opens a document of `model`: beside the first model if that has the same text to read, else alone. */
+function readButton(model, document, facts) {
+  const read = async () => {
+    const first = MODELS[state.shown[0]];
+    const found = await findDocument(first, facts);
+    if (found == null) {
+      state.shown = [MODELS.indexOf(model)];
+      drawModels();
+    }
+    readDocument(found ?? document);
+  };
+  return el('button', { type: 'button', class: 'link', click: read }, 'Read');
 }
+
+/** The reader's document of `model` with the same text; undefined if there is none. */
+async function findDocument(model, { source, opening }) {
+  const documents = await unpack(model.documents);
+  return model.reader.documents.find((document) => documents[document].source === source && documents[document].opening === opening);
+}
+
+const title = (facts) => visible(facts.opening).replace(/\s+/g, ' ').slice(0, 60) || facts.source;
 
 function readerPane(model) {
   const holder = el('div', { class: 'panel reader' });
@@ -110,9 +120,10 @@ function readerPane(model) {
 
 async function fillReader(holder, model) {
   const reader = await readerOf(model);
-  const document = await sameDocument(model, reader);
+  const isFirst = model === MODELS[state.shown[0]];
+  const document = isFirst ? readerView.document : await findDocument(model, readerView.documents[readerView.document]);
   if (document == null) return clear(holder, el('p', { class: 'words' }, 'This document is not among the texts that can be read for this model.'));
-  const place = readerLayer(model, model.model.layers[layerOf(model)] === undefined ? 0 : layerOf(model));
+  const place = readerLayer(model, layerOf(model));
   const routing = await routingOf(model, place);
   const layer = model.model.layers[model.reader.layers[place]];
   const facts = reader.documents[document];
@@ -134,7 +145,7 @@ async function fillReader(holder, model) {
     documentFacts(model, facts, layer),
     legend(text, byCluster ? 'cluster' : 'expert'),
     text,
-    ribbon(model, span, byCluster),
+    ribbon(model, span),
   );
 }
 
@@ -151,11 +162,11 @@ function documentFacts(model, facts, layer) {
 /** All of the reader's layers as rows, tokens as columns, coloured by the first expert: how steady the routing is. */
 function ribbon(model, [start, end]) {
   const canvas = el('canvas', { width: end - start, height: model.reader.layers.length, role: 'img', 'aria-label': 'First expert of every token in every layer' });
-  Promise.all(model.reader.layers.map((_, index) => routingOf(model, index))).then((layers) => {
+  Promise.all(model.reader.routing.map(({ ids }) => unpack(ids))).then((layers) => {
     const context = canvas.getContext('2d');
-    layers.forEach((routing, row) => {
+    layers.forEach(({ values, shape: [, active] }, row) => {
       for (let token = start; token < end; token++) {
-        context.fillStyle = tintColour(routing(token)[0][0]);
+        context.fillStyle = tintColour(values[token * active]);
         context.fillRect(token - start, row, 1, 1);
       }
     });

@@ -1,6 +1,6 @@
 // How alike the domains are to the routers (EMO, section 5.3 and figure 6).
 
-const similarityView = { all: true };
+const similarityView = { all: true, stretch: false };
 
 VIEWS.push({
   id: 'similarity',
@@ -25,7 +25,14 @@ VIEWS.push({
         'Two domains are similar (1) when their texts use the same experts equally often, and different (0) when they share none. ' +
           'In an ordinary mixture all domains look alike; where experts specialise on what texts are about, related domains stay close and others drift apart, most of all in later layers.',
       ),
-      controls(slider, box),
+      controls(
+        slider,
+        box,
+        check('Colours over the range of the values only', similarityView.stretch, (value) => {
+          similarityView.stretch = value;
+          fill();
+        }),
+      ),
       body,
       panel('Through the layers', 'Mean similarity of two different domains, layer by layer. Lower: the experts tell the domains apart.', modelKey(), similarityLines()),
     ];
@@ -41,6 +48,12 @@ async function similarityMatrix(model) {
   return Array.from({ length: count }, (_, row) => Array.from(values.slice(start + row * count, start + (row + 1) * count)));
 }
 
+/** The lowest value of the shown matrices: one scale for both models. */
+async function lowestSimilarity() {
+  const matrices = await Promise.all(state.shown.map((index) => similarityMatrix(MODELS[index])));
+  return Math.min(0.99, ...matrices.flat(2));
+}
+
 function similarityPane(model) {
   const names = model.data.domains.map((domain) => domain.name);
   if (names.length < 2) return el('p', { class: 'words' }, 'This model was inspected with one domain.');
@@ -51,6 +64,7 @@ function similarityPane(model) {
     height,
     async () => {
       const matrix = await similarityMatrix(model);
+      const low = similarityView.stretch ? await lowestSimilarity() : 0;
       const few = names.length <= 12;
       return {
         traces: [
@@ -58,14 +72,14 @@ function similarityPane(model) {
             type: 'heatmap',
             z: matrix,
             customdata: matrix.map((row, y) => row.map((_, x) => [plotText(names[y]), plotText(names[x])])),
-            zmin: 0,
+            zmin: low,
             zmax: 1,
             colorscale: scale.sequential(),
             xgap: 2,
             ygap: 2,
             texttemplate: few ? '%{z:.2f}' : undefined,
             hovertemplate: '%{customdata[0]} and %{customdata[1]}: %{z:.3f}<extra></extra>',
-            colorbar: { thickness: 10, outlinewidth: 0, tickvals: [0, 0.5, 1], len: Math.min(1, 200 / height) },
+            colorbar: { thickness: 10, outlinewidth: 0, nticks: 4, len: Math.min(1, 200 / height) },
           },
         ],
         layout: {
