@@ -1,6 +1,6 @@
 """Tables of scores: all runs side by side, and their differences to a baseline. Torch-free."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moesaic.comparison.groups import Group, columns_of, difference, disagreements, estimate
@@ -26,20 +26,10 @@ def score_table(groups: Sequence[Group]) -> Table:
     """Every run, every column, and the averages; the best of a column is marked."""
     columns = columns_of(groups)
     averages = _averages(groups, columns)
-    rows = [
-        Row(
-            name=_label(one),
-            cells=(
-                *(one.estimate(key) for key in columns),
-                *(estimate(average_scores(one, average.over)) for average in averages),
-            ),
-        )
-        for one in groups
-    ]
     return Table(
         title="Scores",
         headings=tuple(_heading(column) for column in (*columns.values(), *(one.column for one in averages))),
-        rows=tuple(rows),
+        rows=tuple(Row(name=_label(one), cells=tuple(map(estimate, _all(one, columns, averages)))) for one in groups),
         notes=(_INTERVALS, *(one.note for one in averages), *_missing(groups), *disagreements(groups, columns)),
     )
 
@@ -48,28 +38,23 @@ def difference_table(groups: Sequence[Group], baseline: Group) -> Table:
     """Every other run minus the baseline."""
     columns = columns_of(groups)
     averages = _averages(groups, columns)
-    rows = [
-        Row(
-            name=_label(one),
-            cells=(
-                *(difference(one.scores(key), baseline.scores(key)) for key in columns),
-                *(
-                    difference(average_scores(one, average.over), average_scores(baseline, average.over))
-                    for average in averages
-                ),
-            ),
-        )
-        for one in groups
-        if one is not baseline
-    ]
+    theirs = _all(baseline, columns, averages)
+    every = (*columns.values(), *(one.column for one in averages))
     return Table(
         title=f"Difference to {baseline.name}",
-        headings=tuple(
-            _heading(column, signed=True) for column in (*columns.values(), *(one.column for one in averages))
+        headings=tuple(_heading(column, signed=True) for column in every),
+        rows=tuple(
+            Row(name=_label(one), cells=tuple(map(difference, _all(one, columns, averages), theirs)))
+            for one in groups
+            if one is not baseline
         ),
-        rows=tuple(rows),
         notes=("with as many seeds as the baseline: over pairs of seeds in the order given",),
     )
+
+
+def _all(one: Group, columns: Iterable[str], averages: Iterable[_Average]) -> list[list[Score]]:
+    """The scores of a group in every column, then in every average."""
+    return [*(one.scores(key) for key in columns), *(average_scores(one, average.over) for average in averages)]
 
 
 def average_scores(one: Group, over: Sequence[str]) -> list[Score]:
