@@ -134,6 +134,20 @@ def test_the_selection_bias_of_loss_free_balancing_grows_and_takes_the_noise(tmp
     assert made["rule"] == rule
 
 
+def test_exact_routing_with_loss_free_balancing(tmp_path):
+    """Biases and router rows of the copies are their source's, and the groups of copies are chosen as it would be."""
+    out = tmp_path / "out"
+    expand = {"step": STEP, "experts": 13, "routing": "one_per_copy_group", "delta": 0.0}
+    run(grown_recipe(tmp_path / "in", expand, losses={"bias_balancing": 0.05}), out)
+    before, after = states(out)
+    (record,) = lines(out, "expansion")
+    old, new = (tensors(state / "optimizer")["selection_bias"] for state in (before, after))
+    assert torch.equal(new, torch.stack([row[s] for row, s in zip(old, record["sources"], strict=True)]))
+    assert record["statement"]["code"] == "E2"
+    assert abs(record["losses"]["math"]["jump"]["value"]) < 1e-6
+    assert moesaic.load(out).config.group_score == "log_mean_exp"
+
+
 def naive_moments(old: dict[str, torch.Tensor], sources: list[list[int]], how: str) -> dict[str, torch.Tensor]:
     """One expert, one tensor at a time."""
     made = {}
@@ -283,7 +297,6 @@ def test_settings_that_contradict_the_rest_of_the_recipe(tmp_path):
     exact = {"step": 3, "experts": 12, "routing": "one_per_copy_group"}
     for message, changes in (
         ("one_per_copy_group: routing.rule topk would go on", {"expand": exact, "routing": {"rule": "topk"}}),
-        ("one_per_copy_group: the model has a selection bias", {"expand": exact, "losses": {"bias_balancing": 0.1}}),
         (
             "utility gradient_norm needs gradients, but optimizer.frozen freezes experts",
             {"optimizer": {"lr": 1e-2, "frozen": ["*.experts.*"]}},

@@ -104,10 +104,16 @@ def route_groups(
         winners = {g: max(es, key=lambda e: (by[e], -e)) for g, es in members.items()}
         scores = {g: group_score([logits[e] for e in es], score) for g, es in members.items()}
         ranked_by = {g: by[winners[g]] if bias is not None else number(scores[g]) for g in members}
+        if bias is not None and score != "max":
+            shares = dict(zip(members, softmax(list(scores.values())), strict=True))
+            for g, es in members.items():
+                within = [number(p) + bias[e] for p, e in zip(softmax([logits[e] for e in es]), es, strict=True)]
+                winners[g] = es[max(range(len(es)), key=lambda i: (within[i], -i))]
+                ranked_by[g] = number(shares[g]) + sum(bias[e] for e in es) / len(es)
         order = sorted(members, key=lambda g: (-ranked_by[g], g))[:k]
         chosen = [winners[g] for g in order]
         ids.append(chosen)
-        if bias is not None:
+        if bias is not None and score == "max":
             weights.append(weigh(logits, list(range(len(logits))), chosen, weighting))
         elif weighting == "selected":
             weights.append(softmax([scores[g] for g in order]))

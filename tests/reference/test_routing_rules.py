@@ -1,5 +1,7 @@
 """The rules against naive float64 loops, values and gradients."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -68,14 +70,29 @@ def test_one_per_group(weighting, score, groups, top_k):
 
 
 @pytest.mark.parametrize("weighting", ["selected", "all"])
-def test_one_per_group_with_selection_bias(weighting):
+@pytest.mark.parametrize("score", ["max", "mean", "log_mean_exp"])
+def test_one_per_group_with_selection_bias(weighting, score):
     logits = random_logits(2, 30).requires_grad_()
     groups = (0, 1, 0, 0, 2, 1)
     bias = torch.linspace(0.3, -0.3, EXPERTS, dtype=torch.float64)
-    decision = run(RuleConfig(), settings(2, weighting, groups=groups), logits, bias_E=bias)
-    ids, weights = naive.route_groups(logits, groups, 2, weighting, "max", bias.tolist())
+    decision = run(RuleConfig(), settings(2, weighting, groups=groups, group_score=score), logits, bias_E=bias)
+    ids, weights = naive.route_groups(logits, groups, 2, weighting, score, bias.tolist())
     check(decision, logits, ids, weights)
-    assert ids != naive.route_groups(logits, groups, 2, weighting, "max")[0]
+    assert ids != naive.route_groups(logits, groups, 2, weighting, score)[0]
+
+
+@pytest.mark.parametrize("weighting", ["selected", "all"])
+@pytest.mark.parametrize("score", ["mean", "log_mean_exp"])
+def test_groups_of_copies_with_a_selection_bias_are_chosen_as_their_source(weighting, score):
+    """Statement (b) of methods.md section 3 under loss-free balancing, for uneven copies."""
+    logits = random_logits(3, 40)
+    bias = torch.linspace(0.3, -0.3, EXPERTS, dtype=torch.float64)
+    sources = [*range(EXPERTS), 0, 0, 3, 5, 5, 5]
+    source = run(RuleConfig(rule="topk"), settings(2, weighting), logits, bias_E=bias)
+    router = replace(settings(2, weighting, groups=tuple(sources), group_score=score), num_experts=len(sources))
+    grown = run(RuleConfig(), router, logits[:, sources], bias_E=bias[sources])
+    assert torch.equal(torch.tensor(sources)[grown.expert_ids_TK], source.expert_ids_TK)
+    torch.testing.assert_close(grown.weights_TK, source.weights_TK, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("weighting", ["selected", "all"])

@@ -136,9 +136,10 @@ def _router_tensor(plan: ExpandPlan, layer: MoELayerTensors, tensor: ExpertTenso
 
 def _noisy_role(plan: ExpandPlan, layer: MoELayerTensors) -> str:
     """Where the noise of a layer goes: on the family's selection bias, the recorded one, or the router's rows."""
-    if any(tensor.role == "selection_bias" for tensor in layer.expert_tensors):
-        return "selection_bias"
-    return "recorded_bias" if plan.recorded_bias is not None else "router"
+    if not plan.bias_takes_noise:
+        return "router"
+    own = any(tensor.role == "selection_bias" for tensor in layer.expert_tensors)
+    return "selection_bias" if own else "recorded_bias" if plan.recorded_bias is not None else "router"
 
 
 def _grown_routing(plan: ExpandPlan, sources: Sources) -> dict[str, Any]:

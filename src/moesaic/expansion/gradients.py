@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # The experts of every family are stacked in memory. The name of a shared expert has another word before the dot.
 _EXPERTS = re.compile(r"layers\.(?P<layer>\d+)\..*\bexperts$")
 
+_EXPERTS_AT_ONCE = 4
+"""Adding to a sum of a wider type makes a copy: a small one stays in the cache, and its memory is used again."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertGradients:
@@ -163,7 +166,9 @@ def _adder(watched: _Watched) -> Callable[[Tensor], None]:
     def add(matrix: Tensor) -> None:
         assert isinstance(matrix, nn.Parameter)
         assert matrix.grad is not None
-        watched.sums[matrix] += matrix.grad
+        parts = (tensor.split(_EXPERTS_AT_ONCE) for tensor in (watched.sums[matrix], matrix.grad))
+        for total, part in zip(*parts, strict=True):
+            total += part
         matrix.grad = None
 
     return add

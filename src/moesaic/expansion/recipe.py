@@ -1,8 +1,8 @@
 """What a user asks `expand` for: one field per flag, no torch."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from moesaic.errors import MoesaicError
 from moesaic.expansion.allocation import Allocation
@@ -23,28 +23,13 @@ GRADIENT_UTILITIES = ("gradient_norm", "gradient_squared", "saliency")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpandRecipe:
-    """Everything that decides the bytes of the result.
+class Growth:
+    """What an expansion chooses, offline or in mid-training."""
 
-    Workers, progress and overwriting are arguments of `run.expand`. `None` means a default that `resolve` fills in.
-    """
-
-    checkpoint: str
-    """The MoE to grow: folder, or hub id `org/name[@revision]`."""
     experts: int
     """Routed experts per MoE layer of the result."""
-    utility: UtilityName | None = None
-    """What decides which experts are copied. Default: gradient_norm with calibration text, else uniform."""
-    utility_from: str | None = None
-    """A utility.json that an earlier run wrote, instead of computing utilities."""
-    calibration: tuple[str, ...] = ()
-    """Files or folders of text (.txt, .jsonl, .parquet), or hub data sets `hf://org/name`, for gradient utilities."""
     utility_batches: int = 10
-    """Batches that gradients are averaged over."""
-    batch_size: int = 8
-    """Sequences per calibration batch."""
-    sequence_length: int = 512
-    """Tokens per calibration sequence."""
+    """Batches that gradients are averaged over; in mid-training those of the last steps."""
     allocation: Allocation = "greedy"
     """How copies are given out by utility. `uniform` utilities go round robin whatever this says."""
     cap: int = 3
@@ -60,6 +45,41 @@ class ExpandRecipe:
     delta: float = 1e-3
     """Standard deviation of the noise that tells copies apart, absolute: on the duplicates' selection bias, else on
     router rows."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that are wrong whatever the model is; the message starts with the field's name."""
+        for name in ("experts", "utility_batches", "cap", "top_k"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise MoesaicError(f"{name} must be at least 1, got {value}")
+        if not (self.delta >= 0 and math.isfinite(self.delta)):
+            raise MoesaicError(f"delta must be a finite number that is not negative, got {self.delta}")
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """These fields alone, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(Growth)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpandRecipe(Growth):
+    """Everything that decides the bytes of the result.
+
+    Workers, progress and overwriting are arguments of `run.expand`. `None` means a default that `resolve` fills in.
+    """
+
+    checkpoint: str
+    """The MoE to grow: folder, or hub id `org/name[@revision]`."""
+    utility: UtilityName | None = None
+    """What decides which experts are copied. Default: gradient_norm with calibration text, else uniform."""
+    utility_from: str | None = None
+    """A utility.json that an earlier run wrote, instead of computing utilities."""
+    calibration: tuple[str, ...] = ()
+    """Files or folders of text (.txt, .jsonl, .parquet), or hub data sets `hf://org/name`, for gradient utilities."""
+    batch_size: int = 8
+    """Sequences per calibration batch."""
+    sequence_length: int = 512
+    """Tokens per calibration sequence."""
     shard_size: str = "5GB"
     """Largest file of weights, with a unit (`500MB`, `5GB`, `2GiB`) or a number of bytes."""
     seed: int = 0
@@ -69,14 +89,11 @@ class ExpandRecipe:
 
     def __post_init__(self) -> None:
         """Refuse values that are wrong whatever the checkpoint is; the message starts with the field's name."""
-        for name in ("experts", "utility_batches", "batch_size", "cap", "top_k"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise MoesaicError(f"{name} must be at least 1, got {value}")
+        super().__post_init__()
+        if self.batch_size < 1:
+            raise MoesaicError(f"batch_size must be at least 1, got {self.batch_size}")
         if self.sequence_length < 2:
             raise MoesaicError(f"sequence_length must be at least 2 tokens, got {self.sequence_length}")
-        if not (self.delta >= 0 and math.isfinite(self.delta)):
-            raise MoesaicError(f"delta must be a finite number that is not negative, got {self.delta}")
         if self.seed < 0:
             raise MoesaicError(f"seed must not be negative, got {self.seed}")
 

@@ -65,8 +65,9 @@ class ExpandPlan:
 
     @property
     def bias_takes_noise(self) -> bool:
-        """The noise of `delta` goes on selection biases, and not on router rows."""
-        return self.model.family.selection_bias or self.recorded_bias is not None
+        """The noise of `delta` goes on selection biases, and not on router rows: not within groups of copies, where the
+        copies with the smaller biases would never win."""
+        return not self.exclusive and (self.model.family.selection_bias or self.recorded_bias is not None)
 
     @property
     def multiple(self) -> int | None:
@@ -238,11 +239,6 @@ def check_recorded_rule(plan: ExpandPlan) -> None:
         raise MoesaicError(
             f"--routing one_per_copy_group: {name} was trained with routing.rule {rule['rule']}, which would go on; "
             "use --routing plain"
-        )
-    if plan.exclusive and plan.recorded_bias is not None:
-        raise MoesaicError(
-            f"--routing one_per_copy_group: {name} has a selection bias of loss-free balancing, which has no meaning "
-            "for log-mean-exp scores of groups; use --routing plain, or train with losses.balance instead"
         )
 
 

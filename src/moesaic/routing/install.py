@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.errors import MoesaicError
 from moesaic.recipe import load_recipe
 from moesaic.routing.config import RuleConfig
 from moesaic.routing.routers import RouterSettings, find_routers
@@ -138,10 +137,6 @@ def install(model: nn.Module, config: RuleConfig, *, selection_bias: Tensor | bo
         selection_bias = torch.zeros(shape, dtype=torch.float32, device=device) if selection_bias else None
     installation = Installation(config, selection_bias=selection_bias)
     installed = [_InstalledRouter(installation, layer, settings) for layer, (_, settings) in enumerate(routers)]
-    if selection_bias is not None and not all(state.rule.takes_bias for state in installed):
-        raise MoesaicError(
-            "losses.bias_balancing: works with group_score max only; use losses.balance, or set group_score to max"
-        )
     earlier = find_installation(model)
     if earlier is not None:
         earlier.uninstall()

@@ -31,8 +31,6 @@ class Rule:
 
     select: Select
     allow: Allow | None = None
-    takes_bias: bool = True
-    """Whether a selection bias has a meaning: a `mean` or `log_mean_exp` of biased probabilities has none."""
 
 
 def build_rule(config: RuleConfig, settings: RouterSettings) -> Rule:
@@ -173,13 +171,50 @@ def _one_per_group(config: RuleConfig, settings: RouterSettings) -> Rule:
     score = config.group_score or settings.group_score
     members_on: dict[torch.device, Tensor] = {}
 
-    def choose(scores_TE: Tensor) -> tuple[Tensor, Tensor]:
-        device = scores_TE.device
+    def members(device: torch.device) -> Tensor:
         if device not in members_on:  # a copy from the host in every layer would wait for the device
             members_on[device] = torch.tensor(group_members(list(groups)), device=device)
-        return route_one_per_group(scores_TE, members_on[device], settings.top_k, settings.weighting, score)
+        return members_on[device]
 
-    return Rule(select=_with_bias(choose, settings), takes_bias=score == "max")
+    def choose(scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+        return route_one_per_group(scores_TE, members(scores_TE.device), settings.top_k, settings.weighting, score)
+
+    if score == "max":  # the score of a group is an expert's own
+        return Rule(select=_with_bias(choose, settings))
+
+    def select(logits_TE: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
+        if bias_E is None:
+            return choose(logits_TE)
+        return _one_per_biased_group(logits_TE, bias_E, members(logits_TE.device), settings, score)
+
+    return Rule(select=select)
+
+
+def _one_per_biased_group(
+    logits_TE: Tensor, bias_E: Tensor, members_GM: Tensor, settings: RouterSettings, score: str
+) -> tuple[Tensor, Tensor]:
+    """The rule of `route_one_per_group` with a selection bias, for group scores that are no expert's own.
+
+    Groups are chosen by their share of the softmax over all groups plus the mean of their experts' biases, the expert
+    within by its share of its group plus its own bias. So copies of an expert that have its logit and its bias, as a
+    group, are chosen when it would have been, whatever their number (methods.md, section 3 b).
+    """
+    present_GM, safe_GM = members_GM >= 0, members_GM.clamp(min=0)
+    share_TG, id_TG = route_one_per_group(logits_TE, members_GM, len(members_GM), "all", score)  # groups in any order
+    group_E = torch.zeros_like(bias_E, dtype=torch.int64)
+    numbers_GM = torch.arange(len(members_GM), device=logits_TE.device)[:, None].expand_as(members_GM)
+    group_E[members_GM[present_GM]] = numbers_GM[present_GM]
+    share_TG = torch.zeros_like(share_TG).scatter(1, group_E[id_TG], share_TG)
+    with torch.no_grad():
+        bias_GM = bias_E[safe_GM].masked_fill(~present_GM, 0.0)
+        _, groups_TK = route_topk(share_TG + bias_GM.sum(1) / present_GM.sum(1), settings.top_k, settings.weighting)
+        logits_TGM = logits_TE[:, safe_GM].masked_fill(~present_GM, -torch.inf)
+        within_TGM = (logits_TGM.softmax(dim=-1) + bias_GM).masked_fill(~present_GM, -torch.inf)
+        ids_TK = safe_GM[groups_TK, within_TGM.argmax(dim=-1).gather(1, groups_TK)]
+    weights_TK = share_TG.gather(1, groups_TK)
+    if settings.weighting == "selected":
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights_TK.dtype).tiny)
+    return weights_TK, ids_TK
 
 
 def _check_groups(groups: tuple[int, ...], settings: RouterSettings) -> None:

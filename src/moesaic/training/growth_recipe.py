@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moesaic.errors import MoesaicError
-from moesaic.expansion.allocation import Allocation
-from moesaic.expansion.recipe import ExpandRecipe, ExpertOp, RouterOp, Routing, UtilityName
+from moesaic.expansion.recipe import ExpandRecipe, Growth, UtilityName
 
 OptimizerState = Literal["reset", "copy", "scale"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transition:
+class Transition(Growth):
     """One expansion in mid-training (Expert Upcycling, section 3), after one of three: `step`, `tokens`, `fraction`."""
 
     step: int | None = None
@@ -21,26 +20,8 @@ class Transition:
     """After so many tokens; rounded up to whole steps."""
     fraction: float | None = None
     """After this share of the run's steps (tau/T of the paper); rounded to whole steps."""
-    experts: int
-    """Routed experts per MoE layer from then on."""
     utility: UtilityName = "gradient_norm"
     """What decides which experts are copied."""
-    utility_batches: int = 10
-    """Gradients are averaged over the batches of so many steps, the last ones before the expansion."""
-    allocation: Allocation = "greedy"
-    """How copies are given out by utility. `uniform` utilities go round robin whatever this says."""
-    cap: int = 3
-    """Most copies that are added of one expert."""
-    routing: Routing = "plain"
-    """`plain`: the model's own top-k. `one_per_copy_group`: a token uses at most one of the copies of an expert."""
-    top_k: int | None = None
-    """Experts that each token uses from then on. Default: as before."""
-    expert_op: ExpertOp = "copy"
-    """What a duplicate's weights start from."""
-    router_op: RouterOp = "copy"
-    """What a duplicate's router row starts from."""
-    delta: float = 1e-3
-    """Standard deviation of the noise that tells copies apart, absolute: on selection biases, else on router rows."""
     optimizer: OptimizerState = "reset"
     """Moments of AdamW: all zero and its step count too (the paper); each copy has its source's; or these divided among
     an expert's m replicas, as its gradient is: first moments by m, second ones by m squared."""
@@ -48,9 +29,11 @@ class Transition:
     """Seed of noise and draws. Default: the run's."""
 
     def __post_init__(self) -> None:
+        """Refuse values that are wrong whatever the run is; the message starts with the field's name."""
+        super().__post_init__()
         given = [name for name in ("step", "tokens", "fraction") if getattr(self, name) is not None]
         if len(given) != 1:
-            what = " and ".join(given) + " are given" if given else "no moment is given"
+            what = f"more than one moment is given ({', '.join(given)})" if given else "no moment is given"
             raise MoesaicError(f"{what}: give one of step, tokens and fraction")
         for name in ("step", "tokens", "fraction"):
             value = getattr(self, name)
@@ -58,24 +41,13 @@ class Transition:
                 raise MoesaicError(f"{name} must be greater than 0, got {value}; `moesaic expand` grows a model before")
         if self.fraction is not None and self.fraction >= 1:
             raise MoesaicError(f"fraction must be less than 1, got {self.fraction}; nothing would be trained after it")
-        self.as_recipe("", 0)  # refuses values that are wrong whatever the model is
+        if self.seed is not None and self.seed < 0:
+            raise MoesaicError(f"seed must not be negative, got {self.seed}")
 
     def as_recipe(self, checkpoint: str, seed: int) -> ExpandRecipe:
         """The same as `moesaic expand` takes it; `seed` is the run's."""
-        return ExpandRecipe(
-            checkpoint=checkpoint,
-            experts=self.experts,
-            utility=self.utility,
-            utility_batches=self.utility_batches,
-            allocation=self.allocation,
-            cap=self.cap,
-            routing=self.routing,
-            top_k=self.top_k,
-            expert_op=self.expert_op,
-            router_op=self.router_op,
-            delta=self.delta,
-            seed=seed if self.seed is None else self.seed,
-        )
+        seed = seed if self.seed is None else self.seed
+        return ExpandRecipe(checkpoint=checkpoint, utility=self.utility, seed=seed, **self.choices)
 
     def position(self, *, steps: int, tokens_per_step: int) -> int:
         """The number of steps after which it comes, in a run of `steps`."""

@@ -13,6 +13,7 @@ from moesaic.checkpoint.source import open_checkpoint
 from moesaic.data.documents import keeps_documents_apart
 from moesaic.errors import MoesaicError
 from moesaic.loading import load
+from moesaic.progress import no_library_bars
 from moesaic.routing.install import Installation, find_installation, install
 from moesaic.training.parallel import World, distributed_config, reshard
 from moesaic.training.recipe import ScratchModel, TrainRecipe
@@ -68,7 +69,8 @@ def build_model(
 
 def _load(path: str | Path, recipe: TrainRecipe, world: World) -> PreTrainedModel:
     sharding = distributed_config(recipe.parallel, recipe.precision)
-    return load(path, device=world.device, dtype="float32", distributed=sharding)
+    with no_library_bars():
+        return load(path, device=world.device, dtype="float32", distributed=sharding)
 
 
 def _from_scratch(recipe: TrainRecipe, config: PreTrainedConfig, out: Path, world: World) -> PreTrainedModel:

@@ -375,12 +375,6 @@ def test_misuse_is_an_error():
             None,
             "set routing_rule to topk",
         ),
-        (
-            lambda: moesaic_model(),
-            RuleConfig(rule="one_per_group", expert_groups=GROUPS, group_score="mean"),
-            True,
-            "losses.bias_balancing: works with group_score max only",
-        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_in_one_line(make, config, bias, message):
