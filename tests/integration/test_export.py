@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import moesaic
 from moesaic.checkpoint.source import open_checkpoint
@@ -211,6 +211,29 @@ def test_a_dense_model_is_refused(tmp_path):
 
     with pytest.raises(MoesaicError, match="not an MoE family"):
         moesaic.export(save_tiny(tmp_path / "dense", "llama"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"), r"k_proj\.weight is missing"),
+        (
+            lambda tensors: tensors.update({"model.layers.0.extra": torch.ones(2)}),
+            r"unknown tensor model\.layers\.0\.extra",
+        ),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}), r"model\.norm\.weight has shape"),
+        (lambda tensors: tensors.pop("model.layers.1.mlp.experts.down_proj"), "layer 1 has"),
+        (lambda tensors: tensors["model.norm.weight"].fill_(torch.nan), r"model\.norm\.weight"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_named(tmp_path, change, message):
+    source = save_ours(tmp_path / "moe", "llama")
+    weights = tensors(source)
+    change(weights)
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MoesaicError, match=message):
+        moesaic.export(source, tmp_path / "out", to="mixtral")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_existing_target_is_kept(tmp_path):

@@ -13,8 +13,13 @@ from moesaic.exporting.parts import LayerParts, layer_parts
 from moesaic.exporting.rows import Rows, stored
 from moesaic.families.moe import detect_moe
 from moesaic.families.moe_table import CONVERTED_FIRST
+from moesaic.families.shapes import config_shapes
 
 OURS = "moesaic_"
+HEAD = "lm_head.weight"
+
+_RECOMPUTED = "rotary_emb.inv_freq"
+"""Stored by old versions of transformers, and computed anew by all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +46,35 @@ def view_of(checkpoint: Checkpoint) -> View:
     """
     model_type = str(checkpoint.config.get("model_type"))
     if model_type in CONVERTED_FIRST:
-        return _emo(checkpoint)
+        return _checked(_emo(checkpoint))
     if model_type.startswith(OURS):
-        return _ours(checkpoint, model_type)
+        return _checked(_ours(checkpoint, model_type))
     if model_type in CONVERSIONS:
-        return _native(checkpoint, model_type)
+        return _checked(_native(checkpoint, model_type))
     detect_moe(checkpoint)  # says what is wrong with a model that is no mixture of experts
     raise MoesaicError(
         f"{checkpoint.name}: {model_type} cannot become another family, because {REASONS[model_type]}; "
         f"--to {model_type} changes its layout or dtype"
     )
+
+
+def _checked(view: View) -> View:
+    """Refuse tensors that are missing, unknown or of another shape than the config says, before anything is written."""
+    name, blocks = view.checkpoint.name, tuple(f"model.layers.{layer.layer}.mlp." for layer in view.layers)
+    expected = {
+        tensor: shape for tensor, shape in config_shapes(view.config, name).items() if not tensor.startswith(blocks)
+    }
+    for tensor, shape in expected.items():
+        if tensor not in view.others:
+            raise MoesaicError(f"{name}: tensor {tensor} is missing: the checkpoint is incomplete")
+        if view.others[tensor].shape != shape:
+            found = list(view.others[tensor].shape)
+            raise MoesaicError(f"{name}: {tensor} has shape {found}, but config.json asks for {list(shape)}")
+    # A stored head beside a tied embedding stays: transformers then decides as it did before.
+    unknown = [tensor for tensor in view.others if tensor not in expected and tensor != HEAD]
+    if unknown:
+        raise MoesaicError(f"{name}: unknown tensor {unknown[0]}: it would be lost or unused in another family")
+    return view
 
 
 def converts(model_type: str) -> bool:
@@ -95,7 +119,11 @@ def _detected(checkpoint: Checkpoint, base: str, config: Callable[[list[int]], M
             shared = Expert(**{role: stored(checkpoint.tensors[name]) for role, name in weights.items()})
             parts = replace(parts, shared=shared)
         layers.append(parts)
-    others = {name: stored(info) for name, info in checkpoint.tensors.items() if name not in taken}
+    others = {
+        name: stored(info)
+        for name, info in checkpoint.tensors.items()
+        if name not in taken and not name.endswith(_RECOMPUTED)
+    }
     return View(
         checkpoint=checkpoint,
         base=base,
