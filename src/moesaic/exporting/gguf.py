@@ -26,7 +26,7 @@ from moesaic.exporting.recipe import ExportRecipe
 from moesaic.exporting.result import ExportResult, LogitCheck
 from moesaic.exporting.view import converts
 from moesaic.families.moe_table import MOE_FAMILIES
-from moesaic.progress import notice
+from moesaic.progress import notice, warn
 from moesaic.recipe import dump_recipe, recipe_values
 
 FOLDER_VARIABLE = "MOESAIC_LLAMA_CPP"
@@ -75,6 +75,8 @@ def export_gguf(
     check_target(out, overwrite, sources=[source.path])
     nbytes = plan.native.rewrite("native").files.nbytes
     require_disk(out, 3 * nbytes)
+    if (caveat := GGUF[plan.native.family].caveat) and not quiet:
+        warn(f"{source.name}: {caveat}")
     notice(f"{source.name}: goes through {plan.native.family} ({plan.native.why})", quiet=quiet)
     checks: tuple[LogitCheck, ...] = ()
     if not dry_run:
@@ -107,17 +109,16 @@ def plan_gguf(recipe: ExportRecipe, llama_cpp: str | Path | None) -> GgufPlan:
     plan = _native_plan(recipe, checkpoint)
     if not side_files(checkpoint, VOCABULARY_FILES):
         raise MoesaicError(f"{checkpoint.name}: has no tokenizer, which a GGUF file contains; copy the base's files")
-    code = max((one.output.dtype for one in plan.tensors if one.output.dtype in _OUTTYPES), key=list(_OUTTYPES).index)
-    outtype = _DTYPES[recipe.dtype] if recipe.dtype else _OUTTYPES[_expert_dtype(plan, code)]
+    outtype = _DTYPES[recipe.dtype] if recipe.dtype else _OUTTYPES[_main_dtype(plan)]
     return GgufPlan(native=plan, outtype=outtype, converter=converter)
 
 
-def _expert_dtype(plan: ExportPlan, default: str) -> str:
+def _main_dtype(plan: ExportPlan) -> str:
     """The dtype of most bytes."""
-    sizes: dict[str, int] = {default: 0}
+    sizes = dict.fromkeys(_OUTTYPES, 0)
     for one in plan.tensors:
-        if one.output.dtype in _OUTTYPES:
-            sizes[one.output.dtype] = sizes.get(one.output.dtype, 0) + one.output.nbytes
+        if one.output.dtype in sizes:
+            sizes[one.output.dtype] += one.output.nbytes
     return max(sizes, key=lambda code: sizes[code])
 
 

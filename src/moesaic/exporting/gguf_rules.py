@@ -68,12 +68,13 @@ class GgufFamily:
     """A family that the converter knows: what is right, per fact (left out: anything), and whether it needs a head.
 
     `own_head`: llama.cpp wants an output matrix of its own, so a tied one is written out. `reason`: why the family is
-    refused altogether.
+    refused altogether. `caveat`: what llama.cpp computes a little differently in every model; said, not refused.
     """
 
     allowed: Mapping[str, frozenset[str]] = field(default_factory=dict)
     own_head: bool = False
     reason: str = ""
+    caveat: str = ""
 
     def failures(self, config: Config) -> list[str]:
         """One line per rule that a config breaks."""
@@ -114,7 +115,11 @@ GGUF: Mapping[str, GgufFamily] = {
         },
         own_head=True,
     ),
-    "gpt_oss": GgufFamily(allowed={"rope": _only("default", "yarn")}, own_head=True),
+    "gpt_oss": GgufFamily(
+        allowed={"rope": _only("default", "yarn")},
+        own_head=True,
+        caveat="llama.cpp rounds the range of YaRN, which GPT-OSS does not (truncate: false): logits differ by 5e-4",
+    ),
     "deepseek_v2": GgufFamily(
         allowed=_SILU | _ROPE | {"weighting": _only("false"), "groups": _only("none"), "attention_bias": _only("none")}
     ),

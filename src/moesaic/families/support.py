@@ -48,6 +48,7 @@ _ABOUT: Mapping[str, tuple[str, dict[str, str], str]] = {
         "GPT-OSS",
         {
             "write per-expert": "no: its stacked matrices interleave gate and up, and nothing reads single experts",
+            "GGUF": "with logits off by 5e-4: llama.cpp rounds the range of YaRN (truncate: false)",
         },
         "MXFP4 checkpoints are refused: use a bf16 release",
     ),
