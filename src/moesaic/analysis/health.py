@@ -76,11 +76,15 @@ def model_verdict(verdicts: Sequence[Verdict]) -> Verdict:
     """The model's: its worst layer's level, and how many layers there are of each."""
     worst = max(verdicts, key=lambda verdict: LEVELS.index(verdict.level)).level
     number = {level: sum(verdict.level == level for verdict in verdicts) for level in LEVELS}
+    if len(verdicts) == 1 and worst != "healthy":
+        return verdicts[0]
+    if len(verdicts) == 1:
+        return Verdict(level="healthy", sentence="the only MoE layer uses its experts evenly")
     if number["healthy"] == len(verdicts):
-        return Verdict(level="healthy", sentence=f"all {_layers(len(verdicts))} use their experts evenly")
+        return Verdict(level="healthy", sentence=f"all {len(verdicts)} MoE layers use their experts evenly")
     said = " and ".join(f"{number[level]} {level}" for level in ("collapsed", "skewed") if number[level])
     example = next(verdict for verdict in verdicts if verdict.level == worst)
-    return Verdict(level=worst, sentence=f"of {_layers(len(verdicts))}, {said}; {example.sentence}")
+    return Verdict(level=worst, sentence=f"of {len(verdicts)} MoE layers, {said}; {example.sentence}")
 
 
 def normalised_entropy(load_XE: Float[ndarray, "... experts"]) -> Float[ndarray, "..."]:
@@ -96,7 +100,3 @@ def _experts(number: int, kind: str = "") -> str:
     if number == 1:
         return f"{kind} expert".strip() if kind else "1 expert"
     return f"{number} {kind} experts".replace("  ", " ")
-
-
-def _layers(number: int) -> str:
-    return "1 MoE layer" if number == 1 else f"{number} MoE layers"
