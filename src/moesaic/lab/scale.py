@@ -76,6 +76,10 @@ class EmoScale:
     methods: tuple[Method, ...] = METHODS
     calibration_tokens: int = 512
     """First tokens of a calibration document that are used."""
+    inspect_tokens: int = 60_000
+    """Tokens of training text whose routing is clustered."""
+    clusters: int = 32
+    """Clusters of these tokens."""
     tune_shares: tuple[float, ...] = (1.0, 0.25, 0.125)
     """Shares that are fine-tuned on one domain each (1.0 is the full model)."""
     tune: TrainScale

@@ -17,6 +17,7 @@ from moesaic.lab.writing import (
     prepare_step,
     task_command,
     task_file,
+    train_file,
     train_step,
 )
 from moesaic.recipe import recipe_values
@@ -54,6 +55,7 @@ def _steps_of_seed(emo: EmoScale, domains: Sequence[str], seed: int) -> Iterator
     for name in ("standard", "emo"):
         step = _subsets(emo, name, models[name], domains, seed, documents=emo.documents, methods=emo.methods)
         yield step
+        yield _inspect(emo, name, models[name], domains, seed)
         yield _tune(emo, name, models[name], domains, seed, needs=step.name)
 
 
@@ -169,6 +171,19 @@ def _subsets(
         "check_extracted": seed == 0,
     }
     return _task("subsets", f"subsets-{run.name}", settings, needs=run.name)
+
+
+def _inspect(emo: EmoScale, name: str, run: Run, domains: Sequence[str], seed: int) -> Step:
+    """Clusters of tokens by their routing (section 5.3)."""
+    folder = f"inspections/{run.name}"
+    settings = {"inspection": folder, "seed": seed, "labels": {"model": name}}
+    step = _task("inspected", f"inspect-{run.name}", settings, needs=run.name)
+    texts = (word for domain in domains for word in ("--data", train_file(domain)))
+    inspect = (
+        *("inspect", run.folder, folder, *texts, "--tokens", str(emo.inspect_tokens)),
+        *("--clusters", str(emo.clusters), "--seed", str(seed), "--overwrite", "--quiet"),
+    )
+    return replace(step, commands=(inspect, *step.commands))
 
 
 def _tune(emo: EmoScale, name: str, run: Run, domains: Sequence[str], seed: int, *, needs: str) -> Step:

@@ -46,6 +46,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             down=("model",),
             across="layer",
         ),
+        _clusters(rows),
         _training(rows),
         _checks(rows),
     ]
@@ -106,6 +107,20 @@ def _memory_matched(rows: Sequence[Row]) -> Table:
         "fine-tuned ones a few more of their domain.",
         header=("model", "loss"),
         rows=tuple(body) if chosen else (),
+    )
+
+
+def _clusters(rows: Sequence[Row]) -> Table:
+    measures = ("cluster_purity", "cluster_nmi", "cluster_concentration", "cluster_concentration_by_chance")
+    body = []
+    for model in label_values(where(rows, measure=measures[0]), "model"):
+        body.append((model, *(show(interval_of(where(rows, measure=one, model=model))) for one in measures)))
+    return Table(
+        title="Clusters of tokens by their routing",
+        note="Purity and normalised mutual information against the domains; share of a document's tokens in its "
+        "main cluster, as it is and by chance.",
+        header=("model", "purity", "mutual information", "in main cluster", "by chance"),
+        rows=tuple(body),
     )
 
 

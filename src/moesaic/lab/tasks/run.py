@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.lab.rows import write_rows
-from moesaic.lab.tasks import accuracy, measure, pools, prepare, subsets
+from moesaic.lab.tasks import accuracy, inspected, measure, pools, prepare, subsets
 from moesaic.recipe import load_recipe
 
 _TASKS: Mapping[str, tuple[type, Callable[[Any], Any]]] = {
     "prepare": (prepare.Prepare, prepare.run),
     "subsets": (subsets.Subsets, subsets.run),
     "accuracy": (accuracy.Accuracy, accuracy.run),
+    "inspected": (inspected.Inspected, inspected.run),
     "measure": (measure.Measure, measure.run),
     "pools": (pools.Pools, pools.run),
 }

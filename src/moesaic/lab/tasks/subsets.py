@@ -49,17 +49,17 @@ def run(settings: Subsets) -> Iterator[Row]:
     )
     common = {**settings.labels, "seed": settings.seed}
     for domain, one in held_out.items():
-        yield common | {"measure": "subset_loss", "share": 1.0, **_measured(model, one, domain)}
+        yield {**common, "measure": "subset_loss", "share": 1.0, **_measured(model, one, domain)}
     last = None
     for domain, one in held_out.items():
         for selection, labels in _selections(settings, domain):
             with moesaic.restrict(model, selection):
-                yield common | labels | {"measure": "subset_loss", **_measured(model, one, domain)}
+                yield {**common, **labels, "measure": "subset_loss", **_measured(model, one, domain)}
             mass = selection.routing_mass_kept
             if mass is not None:
-                yield common | labels | {"measure": "mass_kept", "domain": domain, "value": float(np.mean(mass))}
+                yield {**common, **labels, "measure": "mass_kept", "domain": domain, "value": float(np.mean(mass))}
             last = selection
-    yield from (common | row for row in _similarities(settings))
+    yield from ({**common, **row} for row in _similarities(settings))
     if settings.check_extracted and last is not None:
         value = _extracted_difference(settings, model, last, next(iter(held_out.values())))
         yield common | {"measure": "restrict_minus_extracted", "value": value}
