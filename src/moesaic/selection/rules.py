@@ -1,4 +1,7 @@
-"""Training rules that moesaic.json records (a selection bias, one_per_group, pools) on models that are cut."""
+"""Training rules that moesaic.json records (a selection bias, one_per_group, pools) on models that are cut.
+
+`extract` and `expand` only cut the records, so transformers (two seconds) is imported where models are touched.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -12,7 +15,6 @@ from moesaic.checkpoint.provenance import read_provenance
 from moesaic.errors import MoesaicError
 from moesaic.recipe import load_recipe
 from moesaic.routing.config import RuleConfig
-from moesaic.routing.install import install
 
 INSTALLED = "_moesaic_router"
 """The attribute of a router on which `moesaic.routing.install` put a rule."""
@@ -22,6 +24,8 @@ def install_recorded(model: nn.Module, folder: Path) -> None:
     """Install the rule of a checkpoint folder's moesaic.json, if there is one, on a model without weights."""
     record = (read_provenance(folder) or {}).get("routing")
     if record is not None:
+        from moesaic.routing.install import install
+
         bias = record["selection_bias"]
         tensor = None if bias is None else torch.tensor(bias, dtype=torch.float32)
         install(model, load_recipe(RuleConfig, record["rule"]), selection_bias=tensor)
@@ -29,6 +33,8 @@ def install_recorded(model: nn.Module, folder: Path) -> None:
 
 def install_cut(router: Any, cut: nn.Module, kept: Sequence[int]) -> None:
     """Put the rule of `router` on `cut`, a router with the rows of some of its experts."""
+    from moesaic.routing.install import install
+
     state = router.__dict__[INSTALLED]
     bias_LE = state.installation.selection_bias
     bias_1C = None if bias_LE is None else bias_LE[state.layer : state.layer + 1, list(kept)]
