@@ -35,13 +35,13 @@ def make(folder: Path, *, layers: int, experts: int, top_k: int, models: int) ->
     write_inspection(dataclasses.replace(made, against=other), folder)
 
 
-def open_times(file: Path, repeats: int) -> dict[str, float]:
+def open_times(file: Path, chromium: str, repeats: int) -> dict[str, float]:
     """Seconds until the first view, and until each other view is drawn: the best of some tries."""
     from playwright.sync_api import sync_playwright
 
     times: dict[str, list[float]] = {}
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         for _ in range(repeats):
             page = browser.new_page(viewport={"width": 1300, "height": 900})
             start = time.perf_counter()
@@ -85,10 +85,10 @@ def main() -> None:
         run = best([MOESAIC, "report", str(inspected), str(out), "--overwrite"], repeats=options.repeats)
         print(run.output.strip())
         print(f"written in {run.seconds:.2f} s, {run.peak_gb:.2f} GB")
-        if find_chromium() is None:
+        if (chromium := find_chromium()) is None:
             print("no Chromium: opening not measured")
             return
-        for name, seconds in open_times(out, options.repeats).items():
+        for name, seconds in open_times(out, chromium, options.repeats).items():
             print(f"{name}: {seconds:.2f} s")
 
 

@@ -35,6 +35,24 @@ const scale = {
   diverging: () => [0, 1, 2, 3, 4].map((step) => [step / 4, colour(`div-${step}`)]),
 };
 
+const channels = (text) => text.match(/[\d.]+/g).map(Number);
+
+/** The colours of a scale as a function of a share from 0 to 1, as [red, green, blue]. */
+function colours(stops) {
+  const known = stops.map(([, text]) => channels(text));
+  return (share) => {
+    const place = Math.max(0, Math.min(1, share)) * (known.length - 1);
+    const low = Math.min(known.length - 2, Math.floor(place));
+    return known[low].slice(0, 3).map((value, channel) => value + (known[low + 1][channel] - value) * (place - low));
+  };
+}
+
+/** Black or white, whichever is read better on a colour (relative luminance, WCAG). */
+function inkOn(rgb) {
+  const [red, green, blue] = rgb.map((value) => (value <= 10 ? value / 255 / 12.92 : ((value / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? '#000' : '#fff';
+}
+
 /**
  * A chart with a name for screen readers and its numbers as a table to open.
  * `numbers` is a function that gives {columns, rows}.

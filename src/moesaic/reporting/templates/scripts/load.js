@@ -57,7 +57,7 @@ const loadPane = (again) => (model) => {
   const { order } = loadView;
   const { layers, num_experts: experts } = model.model;
   const name = scope ? model.scopes[scope] : 'all domains';
-  const height = Math.max(220, Math.min(720, 90 + layers.length * 20));
+  const height = Math.max(220, Math.min(580, 90 + layers.length * 20));
   const heat = chart(
     `Expert load of ${model.name}, ${name}`,
     height,
@@ -119,19 +119,12 @@ function thumbnails(model, scope, again) {
 
 async function paintLoad(canvas, model, scope) {
   const rows = await loadRows(model, scope, 'even', 'number');
-  const stops = scale.diverging().map(([, text]) => channels(text));
+  const shade = colours(scale.diverging());
   const context = canvas.getContext('2d');
   const image = context.createImageData(canvas.width, canvas.height);
   rows.flat().forEach(({ ratio }, index) => {
     const at = ratio > 0 ? (Math.max(-CLIP, Math.min(CLIP, Math.log2(ratio))) + CLIP) / (2 * CLIP) : 0;
-    const low = Math.min(stops.length - 2, Math.floor(at * (stops.length - 1)));
-    const part = at * (stops.length - 1) - low;
-    for (let channel = 0; channel < 3; channel++) {
-      image.data[4 * index + channel] = stops[low][channel] * (1 - part) + stops[low + 1][channel] * part;
-    }
-    image.data[4 * index + 3] = 255;
+    image.data.set([...shade(at), 255], 4 * index);
   });
   context.putImageData(image, 0, 0);
 }
-
-const channels = (text) => text.match(/[\d.]+/g).map(Number);

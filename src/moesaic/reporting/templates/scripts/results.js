@@ -67,7 +67,7 @@ function scoreCell(entry, { best, base, index, name }) {
     {},
     el(best ? 'strong' : 'span', {}, number(times * entry.score, digits)),
     el('span', { class: 'small' }, error),
-    change == null ? null : el('span', { class: `change ${change * (times === 100 ? 1 : -1) >= 0 ? 'up' : 'down'}` }, ` ${change < 0 ? '−' : '+'}${number(Math.abs(change), digits)}`),
+    change ? el('span', { class: `change ${change > 0 === (times === 100) ? 'up' : 'down'}` }, ` ${change < 0 ? '−' : '+'}${number(Math.abs(change), digits)}`) : null,
     lacking.length ? el('span', { class: 'small', title: `without ${lacking.join(', ')}` }, ' partly') : null,
   );
 }
@@ -81,7 +81,7 @@ function suitePanels() {
     const rows = [
       ...tasks.map((task) => {
         const first = DATA.results.map((result) => result.tasks[task]).find(Boolean);
-        const how = first ? `${first.metric}, ${plural(first.shots ?? 0, 'shot')}` : '';
+        const how = first ? `${first.metric.replaceAll('_', ' ')}${first.text ? '' : `, ${plural(first.shots ?? 0, 'shot')}`}` : '';
         return [task, how, ...row(task, (result) => result.tasks[task]).slice(1)];
       }),
       ...averages.map((average) => {

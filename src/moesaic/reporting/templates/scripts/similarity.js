@@ -48,6 +48,14 @@ async function similarityMatrix(model) {
   return Array.from({ length: count }, (_, row) => Array.from(values.slice(start + row * count, start + (row + 1) * count)));
 }
 
+/** The values in their cells. */
+function valuesOn(matrix, low) {
+  const shade = colours(scale.sequential());
+  return matrix.flatMap((row, y) =>
+    row.map((value, x) => ({ x, y, text: number(value, 2), showarrow: false, font: { color: inkOn(shade((value - low) / (1 - low))) } })),
+  );
+}
+
 /** The lowest value of the shown matrices: one scale for both models. */
 async function lowestSimilarity() {
   const matrices = await Promise.all(state.shown.map((index) => similarityMatrix(MODELS[index])));
@@ -58,7 +66,7 @@ function similarityPane(model) {
   const names = model.data.domains.map((domain) => domain.name);
   if (names.length < 2) return el('p', { class: 'words' }, 'This model was inspected with one domain.');
   const where = similarityView.all ? 'all layers' : `layer ${model.model.layers[layerOf(model)]}`;
-  const height = Math.max(300, Math.min(720, 110 + names.length * 40));
+  const height = Math.max(300, Math.min(580, 110 + names.length * 40));
   const heat = chart(
     `Domain similarity of ${model.name}, ${where}`,
     height,
@@ -77,13 +85,13 @@ function similarityPane(model) {
             colorscale: scale.sequential(),
             xgap: 2,
             ygap: 2,
-            texttemplate: few ? '%{z:.2f}' : undefined,
             hovertemplate: '%{customdata[0]} and %{customdata[1]}: %{z:.3f}<extra></extra>',
             colorbar: { thickness: 10, outlinewidth: 0, nticks: 4, len: Math.min(1, 200 / height) },
           },
         ],
         layout: {
           margin: { l: 60, r: 0, t: 8, b: 60 },
+          annotations: few ? valuesOn(matrix, low) : [],
           xaxis: { ...named(names), automargin: true, showgrid: false, zeroline: false },
           yaxis: { ...named(names), automargin: true, autorange: 'reversed', showgrid: false, zeroline: false },
         },
