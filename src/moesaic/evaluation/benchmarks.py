@@ -1,46 +1,8 @@
 """The benchmarks that `moesaic eval` knows: whose prompts, which metric, which files. Torch-free."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
 from moesaic.evaluation import prompts, rows
+from moesaic.evaluation.benchmark import Benchmark
 from moesaic.evaluation.mmlu import CATEGORIES, PRO_CATEGORIES, SUBJECTS
-
-
-@dataclass(frozen=True, kw_only=True)
-class Benchmark:
-    """One column of a paper's table: a task of lm-eval, or several whose rows are counted together."""
-
-    title: str
-    metric: str
-    """Key of lm-eval's result, `metric,filter`."""
-    folder: str | None = None
-    """Folder below lm-eval's tasks that defines the parts; None: `config` is the whole definition."""
-    parts: Mapping[str, str] = field(default_factory=dict)
-    """lm-eval task -> value of `part_field` of its rows in local files; empty: one task of the benchmark's name."""
-    part_field: str | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of lm-eval's configuration that replace the task's own."""
-    local_config: Mapping[str, Any] = field(default_factory=dict)
-    """The same for local rows, which are adapted already."""
-    files: str | None = None
-    """Local files are FILES.SPLIT.jsonl or FILES.SPLIT_anything.jsonl; None: the benchmark's name."""
-    split: str = "test"
-    """The split that is evaluated."""
-    shot_split: str | None = "train"
-    """The split of the demonstrations; None: they are part of the task."""
-    demonstrations: int | None = None
-    """How many demonstrations there are at most; None: as many as rows in their split."""
-    adapt: rows.Adapter = rows.as_is
-    """Makes the hub's rows of local multiple-choice and other rows."""
-    adapts_all: bool = False
-    """Whether `adapt` is for every local row, not only for multiple-choice ones."""
-    runs_programs: bool = False
-    """Whether generated programs are executed."""
-    chance: float | None = None
-    """Score of guessing, where choices are equally many everywhere."""
-
 
 _MINERVA_PARTS = {
     f"minerva_math_{part}": part
@@ -89,6 +51,7 @@ _BBH_PARTS = (
 def _mmlu(title: str, subjects: tuple[str, ...]) -> Benchmark:
     return Benchmark(
         title=title,
+        fields=("question", "choices", "answer"),
         metric="acc,none",
         folder="mmlu/default",
         parts={f"mmlu_{subject}": subject for subject in subjects},
@@ -104,6 +67,7 @@ def _mmlu(title: str, subjects: tuple[str, ...]) -> Benchmark:
 def _mmlu_pro(category: str) -> Benchmark:
     return Benchmark(
         title=f"Pro {category.replace('_', ' ')}",
+        fields=("question", "choices", "answer"),
         metric="acc,none",
         parts={f"mmlu_pro_{category}": category},
         part_field="subject",
@@ -118,27 +82,57 @@ def _mmlu_pro(category: str) -> Benchmark:
 
 BENCHMARKS: dict[str, Benchmark] = {
     "arc_challenge": Benchmark(
-        title="ARC-c", metric="acc,none", folder="arc", adapt=rows.lettered("question"), chance=0.25
+        title="ARC-c",
+        fields=("question", "choices", "answerKey"),
+        metric="acc,none",
+        folder="arc",
+        adapt=rows.lettered("question"),
+        chance=0.25,
     ),
-    "arc_easy": Benchmark(title="ARC-e", metric="acc,none", folder="arc", adapt=rows.lettered("question"), chance=0.25),
+    "arc_easy": Benchmark(
+        title="ARC-e",
+        fields=("question", "choices", "answerKey"),
+        metric="acc,none",
+        folder="arc",
+        adapt=rows.lettered("question"),
+        chance=0.25,
+    ),
     "boolq": Benchmark(
         title="BoolQ",
+        fields=("passage", "question", "label"),
         metric="acc,none",
         folder="super_glue/boolq",
         split="validation",
         adapt=rows.yes_or_no,
         chance=0.5,
     ),
-    "copa": Benchmark(title="COPA", metric="acc,none", folder="super_glue/copa", split="validation", chance=0.5),
+    "copa": Benchmark(
+        title="COPA",
+        fields=("premise", "choice1", "choice2", "question", "label"),
+        metric="acc,none",
+        folder="super_glue/copa",
+        split="validation",
+        chance=0.5,
+    ),
     "mmlu": _mmlu("MMLU", SUBJECTS),
     "openbookqa": Benchmark(
-        title="OBQA", metric="acc,none", folder="openbookqa", adapt=rows.lettered("question_stem"), chance=0.25
+        title="OBQA",
+        fields=("question_stem", "choices", "answerKey"),
+        metric="acc,none",
+        folder="openbookqa",
+        adapt=rows.lettered("question_stem"),
+        chance=0.25,
     ),
     "triviaqa": Benchmark(
-        title="TriviaQA", metric="exact_match,remove_whitespace", folder="triviaqa", split="validation"
+        title="TriviaQA",
+        fields=("question", "answer"),
+        metric="exact_match,remove_whitespace",
+        folder="triviaqa",
+        split="validation",
     ),
     "hellaswag": Benchmark(
         title="HellaSwag",
+        fields=("query", "choices", "label"),
         metric="acc,none",
         folder="hellaswag",
         local_config={"process_docs": None},
@@ -148,6 +142,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "squad2": Benchmark(
         title="SQuAD2",
+        fields=("title", "context", "question", "answers"),
         metric="f1,none",
         config=prompts.SQUAD2,
         split="validation",
@@ -156,6 +151,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "humaneval": Benchmark(
         title="HumanEval",
+        fields=("prompt", "canonical_solution", "test", "entry_point"),
         metric="pass@1,none",
         config=prompts.HUMANEVAL,
         shot_split=None,
@@ -166,6 +162,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "mbpp": Benchmark(
         title="MBPP",
+        fields=("text", "code", "test_list"),
         metric="pass@1,none",
         config=prompts.MBPP,
         shot_split="prompt",
@@ -174,9 +171,12 @@ BENCHMARKS: dict[str, Benchmark] = {
         adapts_all=True,
         runs_programs=True,
     ),
-    "gsm8k": Benchmark(title="GSM8K", metric="exact_match,flexible-extract", folder="gsm8k"),
+    "gsm8k": Benchmark(
+        title="GSM8K", fields=("question", "answer"), metric="exact_match,flexible-extract", folder="gsm8k"
+    ),
     "gsm8k_cot": Benchmark(
         title="GSM8K",
+        fields=("question", "answer"),
         metric="exact_match,flexible-extract",
         folder="gsm8k",
         files="gsm8k",
@@ -185,6 +185,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "math": Benchmark(
         title="MATH",
+        fields=("problem", "solution"),
         metric="exact_match,none",
         folder="minerva_math",
         parts=_MINERVA_PARTS,
@@ -193,10 +194,16 @@ BENCHMARKS: dict[str, Benchmark] = {
         demonstrations=4,
     ),
     "gpqa": Benchmark(
-        title="GPQA", metric="acc,none", folder="gpqa/zeroshot", parts={"gpqa_main_zeroshot": ""}, split="train"
+        title="GPQA",
+        fields=("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
+        metric="acc,none",
+        folder="gpqa/zeroshot",
+        parts={"gpqa_main_zeroshot": ""},
+        split="train",
     ),
     "bbh": Benchmark(
         title="BBH",
+        fields=("input", "target"),
         metric="exact_match,get-answer",
         folder="bbh/cot_fewshot",
         parts={f"bbh_cot_fewshot_{part}": part for part in _BBH_PARTS},
@@ -208,6 +215,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "csqa": Benchmark(
         title="CSQA",
+        fields=("question", "choices", "answerKey"),
         metric="acc,none",
         folder="commonsense_qa",
         parts={"commonsense_qa": ""},
@@ -216,24 +224,62 @@ BENCHMARKS: dict[str, Benchmark] = {
         chance=0.2,
     ),
     "piqa": Benchmark(
-        title="PIQA", metric="acc,none", folder="piqa", split="validation", adapt=rows.two_solutions, chance=0.5
+        title="PIQA",
+        fields=("goal", "sol1", "sol2", "label"),
+        metric="acc,none",
+        folder="piqa",
+        split="validation",
+        adapt=rows.two_solutions,
+        chance=0.5,
     ),
-    "social_iqa": Benchmark(title="SocialIQA", metric="acc,none", folder="siqa", split="validation", chance=1 / 3),
-    "winogrande": Benchmark(title="WinoGrande", metric="acc,none", folder="winogrande", split="validation", chance=0.5),
+    "social_iqa": Benchmark(
+        title="SocialIQA",
+        fields=("context", "question", "answerA", "answerB", "answerC", "label"),
+        metric="acc,none",
+        folder="siqa",
+        split="validation",
+        adapt=rows.three_answers,
+        chance=1 / 3,
+    ),
+    "winogrande": Benchmark(
+        title="WinoGrande",
+        fields=("sentence", "option1", "option2", "answer"),
+        metric="acc,none",
+        folder="winogrande",
+        split="validation",
+        adapt=rows.two_options,
+        chance=0.5,
+    ),
     "squad": Benchmark(
         title="SQuAD",
+        fields=("title", "context", "question", "answers"),
         metric="f1,none",
         config=prompts.SQUAD,
         split="validation",
         adapt=rows.paragraph_questions,
         adapts_all=True,
     ),
-    "coqa": Benchmark(title="CoQA", metric="f1,none", folder="coqa", split="validation"),
-    "naturalqs": Benchmark(title="NaturalQS", metric="f1,none", config=prompts.NATURAL_QUESTIONS, split="validation"),
-    "triviaqa_f1": Benchmark(
-        title="TriviaQA", metric="f1,none", config=prompts.TRIVIAQA_F1, files="triviaqa", split="validation"
+    "coqa": Benchmark(
+        title="CoQA", fields=("story", "questions", "answers"), metric="f1,none", folder="coqa", split="validation"
     ),
-    "drop": Benchmark(title="DROP", metric="f1,none", folder="drop", split="validation"),
+    "naturalqs": Benchmark(
+        title="NaturalQS",
+        fields=("question", "answer"),
+        metric="f1,none",
+        config=prompts.NATURAL_QUESTIONS,
+        split="validation",
+    ),
+    "triviaqa_f1": Benchmark(
+        title="TriviaQA",
+        fields=("question", "answer"),
+        metric="f1,none",
+        config=prompts.TRIVIAQA_F1,
+        files="triviaqa",
+        split="validation",
+    ),
+    "drop": Benchmark(
+        title="DROP", fields=("passage", "question"), metric="f1,none", folder="drop", split="validation"
+    ),
     **{f"mmlu_{name}": _mmlu(name.replace("_", " "), subjects) for name, subjects in CATEGORIES.items()},
     **{f"mmlu_pro_{name}": _mmlu_pro(name) for name in PRO_CATEGORIES},
 }

@@ -10,7 +10,8 @@ from typing import Any
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.evaluation import harness, perplexity
-from moesaic.evaluation.benchmarks import BENCHMARKS, Benchmark
+from moesaic.evaluation.benchmark import Benchmark
+from moesaic.evaluation.benchmarks import BENCHMARKS
 from moesaic.evaluation.jobs import Job, Request, prepare
 from moesaic.evaluation.local import DataMissingError
 from moesaic.evaluation.report import EvalResult

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from moesaic.errors import MoesaicError
-from moesaic.evaluation.benchmarks import Benchmark
+from moesaic.evaluation.benchmark import Benchmark
 from moesaic.evaluation.local import WHOLE, DataMissingError, HeldOut, LocalData
 from moesaic.selection.calibration import in_split
 

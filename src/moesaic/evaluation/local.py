@@ -7,8 +7,8 @@ from pathlib import Path
 from moesaic.data.files import SUFFIXES, DataFile, hash_files
 from moesaic.data.readers import Record, read_records
 from moesaic.errors import MoesaicError
-from moesaic.evaluation.benchmarks import Benchmark
-from moesaic.evaluation.rows import Row, is_choice
+from moesaic.evaluation.benchmark import Benchmark
+from moesaic.evaluation.rows import Row, as_is, is_choice
 from moesaic.selection.calibration import in_split
 
 _COMPRESSIONS = ("", ".gz", ".zst")
@@ -116,15 +116,30 @@ def _rows(file: Path, benchmark: Benchmark, held_out: HeldOut | None) -> Iterato
         if held_out is not None and in_split(number, share=held_out.share, seed=held_out.seed):
             continue
         part = _part(record, benchmark.part_field)
-        if not (benchmark.adapts_all or is_choice(record.fields)):
-            yield part, record.fields
-            continue
-        try:
-            for row in benchmark.adapt(record.fields):
-                yield part, row
-        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
-            what = f"no field {error}" if isinstance(error, KeyError) else str(error)
-            raise MoesaicError(f"{record.where}: not a row of {benchmark.title} ({what})") from error
+        for row in _adapted(record, benchmark):
+            yield part, row
+
+
+def _adapted(record: Record, benchmark: Benchmark) -> list[Row]:
+    """The rows of a record in the hub's form."""
+    adapt = benchmark.adapt if benchmark.adapts_all or is_choice(record.fields) else as_is
+    try:
+        rows = list(adapt(record.fields))
+    except KeyError as error:
+        raise _not_a_row(record, benchmark, f"no field {error}") from error
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
+        raise _not_a_row(record, benchmark, str(error)) from error
+    for row in rows:
+        if lacking := [name for name in benchmark.fields if name not in row]:
+            raise _not_a_row(record, benchmark, f"no field {lacking[0]!r}")
+    return rows
+
+
+def _not_a_row(record: Record, benchmark: Benchmark, reason: str) -> MoesaicError:
+    return MoesaicError(
+        f"{record.where}: not a row of {benchmark.title} ({reason}); it has {', '.join(map(str, record.fields))}, and "
+        f"the hub's fields are {', '.join(benchmark.fields)}"
+    )
 
 
 def _records(file: Path) -> Iterator[Record]:

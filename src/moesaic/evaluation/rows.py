@@ -54,6 +54,19 @@ def two_solutions(row: Row) -> Iterator[Row]:
     yield {"goal": row["question"], "sol1": first, "sol2": second, "label": row["answer"]}
 
 
+def three_answers(row: Row) -> Iterator[Row]:
+    """SocialIQA, whose label counts from 1."""
+    first, second, third = row["choices"]
+    answers = {"answerA": first, "answerB": second, "answerC": third}
+    yield {"context": row["context"], "question": row["question"], **answers, "label": str(row["answer"] + 1)}
+
+
+def two_options(row: Row) -> Iterator[Row]:
+    """WinoGrande: the sentence with `_` is the question."""
+    first, second = row["choices"]
+    yield {"sentence": row["question"], "option1": first, "option2": second, "answer": str(row["answer"] + 1)}
+
+
 def endings(row: Row) -> Iterator[Row]:
     """HellaSwag, whose local rows are already what lm-eval makes of the hub's."""
     yield {"query": row["question"], "choices": row["choices"], "label": str(row["answer"])}

@@ -57,7 +57,33 @@ def test_what_local_rows_become():
         "qas": [{"id": "1", "question": "q", "answers": ["a", "b"]}, {"id": "2", "question": "r", "answers": []}],
     }
     assert [row["answers"]["text"] for row in adapted("squad2", paragraph)] == [["a", "b"], []]
+    three = adapted("social_iqa", choice)[0]
+    assert (three["answerC"], three["label"], three["context"]) == ("z", "3", "c")
+    assert adapted("winogrande", choice | {"choices": ["x", "y"], "answer": 1}) == [
+        {"sentence": "q", "option1": "x", "option2": "y", "answer": "2"}
+    ]
     assert adapted("bbh", {"question": "q", "answer": "a", "task": "t"}) == [{"input": "q", "target": "a", "task": "t"}]
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "message"),
+    [
+        (
+            "piqa",
+            {"goal": "g", "sol1": "a"},
+            r"not a row of PIQA \(no field 'sol2'\); it has goal, sol1, and the hub's",
+        ),
+        ("piqa", {"question": "q", "choices": ["a", "b", "c"], "answer": 0}, r"not a row of PIQA \(too many values"),
+        ("piqa", {"question": "q", "choices": ["a", "b"], "answer": 2}, r"not a row of PIQA \(no field 'goal'\)"),
+        ("copa", {"question": "q", "choices": ["a", "b"], "answer": 0}, r"not a row of COPA \(no field 'premise'\)"),
+        ("squad2", {"question": "q", "answer": "a"}, r"not a row of SQuAD2 \(no field 'qas'\)"),
+    ],
+)
+def test_rows_of_something_else_are_refused_with_their_line(tmp_path: Path, task: str, row: dict, message: str):
+    file = write_rows(tmp_path / f"{task}.validation.jsonl", [row])
+    with pytest.raises(MoesaicError, match=message) as caught:
+        read_local(task, BENCHMARKS[task], tmp_path, shots=0)
+    assert str(caught.value).startswith(f"{file}:1: ")
 
 
 def test_demonstrations_come_from_their_split_and_are_limited(tmp_path: Path):
