@@ -78,6 +78,8 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     checkpoint = open_checkpoint(path)
+    if hint := way_out(model_type := checkpoint.config.get("model_type")):
+        raise MoesaicError(f"{path}: model_type {model_type!r} in config.json is unknown to transformers{hint}")
     if not side_files(checkpoint, VOCABULARY_FILES):  # transformers would make an empty one for some families
         raise MoesaicError(f"{path}: has no usable tokenizer (no vocabulary file); copy the base's tokenizer files")
     try:

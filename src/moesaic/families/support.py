@@ -47,6 +47,7 @@ _ABOUT: Mapping[str, tuple[str, dict[str, str], str]] = {
     "gpt_oss": (
         "GPT-OSS",
         {
+            "train": "no: transformers does not keep its packed documents apart by their position ids",
             "write per-expert": "no: its stacked matrices interleave gate and up, and nothing reads single experts",
             "GGUF": "with logits off by 5e-4: llama.cpp rounds the range of YaRN (truncate: false)",
         },
