@@ -129,7 +129,7 @@ def _native_plan(recipe: ExportRecipe, checkpoint: Checkpoint) -> ExportPlan:
     if model_type in MOE_FAMILIES and not recorded:
         failures = GGUF[model_type].failures(checkpoint.config)
         if not failures:
-            return _with_head(plan_export(plain))
+            return _for_llama_cpp(plan_export(plain))
         if not converts(model_type):
             raise MoesaicError(f"{checkpoint.name}: llama.cpp would be wrong: {model_type} ({'; '.join(failures)})")
     facts = facts_for(checkpoint)
@@ -140,14 +140,16 @@ def _native_plan(recipe: ExportRecipe, checkpoint: Checkpoint) -> ExportPlan:
     for family in exact:
         plan = plan_export(replace(plain, to=family))
         if not (lines := GGUF[family].failures(plan.config)):
-            return _with_head(plan)
+            return _for_llama_cpp(plan)
         broken[family] = f"{family} ({'; '.join(lines)})"
     raise MoesaicError(f"{checkpoint.name}: llama.cpp would be wrong: {', '.join(broken.values())}")
 
 
-def _with_head(plan: ExportPlan) -> ExportPlan:
-    """Write out a tied output head for families where llama.cpp wants one."""
-    if not (GGUF[plan.family].own_head and plan.config.get("tie_word_embeddings")):
+def _for_llama_cpp(plan: ExportPlan) -> ExportPlan:
+    """Write out what the converter needs: config keys, and a tied output head where llama.cpp wants one of its own."""
+    row = GGUF[plan.family]
+    plan = replace(plan, config={**plan.config, **row.config})
+    if not (row.own_head and plan.config.get("tie_word_embeddings")):
         return plan
     embedding = plan.checkpoint.tensors.get("model.embed_tokens.weight")
     if embedding is None:

@@ -75,6 +75,8 @@ class GgufFamily:
     own_head: bool = False
     reason: str = ""
     caveat: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that the converter reads and transformers does not write."""
 
     def failures(self, config: Config) -> list[str]:
         """One line per rule that a config breaks."""
@@ -123,7 +125,10 @@ GGUF: Mapping[str, GgufFamily] = {
     "deepseek_v2": GgufFamily(
         allowed=_SILU | _ROPE | {"weighting": _only("false"), "groups": _only("none"), "attention_bias": _only("none")}
     ),
-    "deepseek_v3": GgufFamily(allowed=_SILU | _ROPE | {"attention_bias": _only("none")}),
+    # Without the key llama.cpp takes the softmax, in silence.
+    "deepseek_v3": GgufFamily(
+        allowed=_SILU | _ROPE | {"attention_bias": _only("none")}, config={"scoring_func": "sigmoid"}
+    ),
     "glm4_moe": GgufFamily(allowed=_SILU | {"rope": _only("default"), "groups": _only("none")}),
     "flex_olmo": GgufFamily(reason="llama.cpp has no FlexOlmo"),
 }
