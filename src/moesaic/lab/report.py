@@ -145,9 +145,9 @@ _COLOURS = (
 
 
 def _curves(finding: Finding) -> str:
-    """Training loss against tokens, one line per run that started from random weights or is named `model`."""
+    """Training loss against tokens, one line per run; fine-tunings are left out."""
     lines = [(labels, points) for labels, points in curves(finding.plan, finding.out) if len(points) > 1]
-    lines = [line for line in lines if line[0].get("stage", "trained") == "trained"]
+    lines = [line for line in lines if line[0].get("stage") != "tuned"]
     if not lines:
         return "<p>No run has begun.</p>"
     most = max(points[-1][0] for _, points in lines)
