@@ -34,7 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def greedy(path: Path, prompts: list[list[int]]) -> list[list[int]]:
     """The 64 most likely next tokens of each prompt, step by step, in fp32; the end of text does not stop it."""
-    model = moesaic.load(path, dtype="float32")
+    model: Any = moesaic.load(path, dtype="float32")
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -83,8 +83,8 @@ def main(out: Path) -> int:
     (out / "texts.json").write_text(json.dumps({"prompts": prompts, "texts": expected}), encoding="utf-8")
     good = True
     for name, settings in METHODS.items():
-        names = {"specialists": {"a": dense, "b": dense}} if settings["method"] == "divmoe" else {}
-        moesaic.upcycle(dense, out / name, overwrite=True, **settings, **names)
+        specialists = {"a": dense, "b": dense} if settings["method"] == "divmoe" else None
+        moesaic.upcycle(dense, out / name, overwrite=True, specialists=specialists, **settings)
         good &= report(f"{name}, our architecture, transformers", greedy(out / name, prompts), expected)
     moesaic.export(out / "virtual_group", out / "mixtral", to="mixtral", dtype="float32", overwrite=True)
     good &= report("virtual_group as mixtral, transformers", greedy(out / "mixtral", prompts), expected)

@@ -4,6 +4,7 @@ GGUF and vLLM need engines of their own: `make interop`.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def save(folder: Path, family: str) -> Path:
     elif family == "moesaic_*":
         tiny_moe_model("llama", vocab_size=VOCABULARY).save_pretrained(folder)
     else:
-        more = {"n_routed_experts": 16} if family in ("deepseek_v3", "glm4_moe") else {}
+        more: dict[str, Any] = {"n_routed_experts": 16} if family in ("deepseek_v3", "glm4_moe") else {}
         save_tiny_moe(folder, family, vocab_size=VOCABULARY, **more)
     return save_tokenizer(folder)
 
