@@ -1,5 +1,8 @@
 """A layer's experts, read one after the other into the parameters of a module without weights."""
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,7 +24,8 @@ def blocks(model):
 def test_experts_are_those_that_transformers_loads(tmp_path, family, fused):
     folder = save_tiny_moe(tmp_path / "m", family, fused=fused, dtype=torch.bfloat16)
     checkpoint = open_checkpoint(folder)
-    model, empty = load(folder, dtype="float32"), load(folder, dtype="float32").to("meta")
+    model: Any = load(folder, dtype="float32")
+    empty = copy.deepcopy(model).to("meta")
     stacks, memory = ExpertStacks(checkpoint), set()
     for layer, block, target in zip(detect_moe(checkpoint).layers, blocks(model), blocks(empty), strict=True):
         stacks.fill(target.experts, layer)
