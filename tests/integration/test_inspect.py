@@ -3,6 +3,7 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,11 @@ from tests.tiny_moes import MOE_FAMILIES
 from tests.tiny_texts import save_model, write_domains
 from tests.tiny_training import save_tokenizer, write_documents
 
-SMALL = {"min_length": 8, "clusters": 4, "batch_size": 4}
+SMALL: dict[str, Any] = {"min_length": 8, "clusters": 4, "batch_size": 4}
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    return SMALL | changes
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +87,10 @@ def test_the_same_seed_gives_the_same_files_and_another_does_not(tmp_path: Path,
 
 def test_samples_are_nested_and_batches_do_not_matter(tmp_path: Path, model: Path, data: Path):
     small = moesaic.inspect(model, tmp_path / "small", data=data, tokens=200, **SMALL)
-    large = moesaic.inspect(model, tmp_path / "large", data=data, tokens=400, **SMALL | {"batch_size": 3})
+    large = moesaic.inspect(model, tmp_path / "large", data=data, tokens=400, **settings(batch_size=3))
     assert {one.source for one in small.documents} < {one.source for one in large.documents}
     assert small.data.tokens <= 200 < large.data.tokens <= 400
-    again = moesaic.inspect(model, tmp_path / "again", data=data, tokens=200, **SMALL | {"batch_size": 1})
+    again = moesaic.inspect(model, tmp_path / "again", data=data, tokens=200, **settings(batch_size=1))
     assert np.abs(again.statistics.counts_SLE - small.statistics.counts_SLE).sum() <= 4
     assert again.statistics.mass_SLE == pytest.approx(small.statistics.mass_SLE, abs=1e-4)
 
@@ -128,7 +133,7 @@ def test_reader_gives_the_documents_back(tmp_path: Path, model: Path, data: Path
 def test_texts_of_every_kind(tmp_path: Path, model: Path, text: str, capsys):
     file = tmp_path / "odd.jsonl"
     file.write_text("\n".join(json.dumps({"text": text * count, "domain": text}) for count in (2, 3)))
-    found = moesaic.inspect(model, tmp_path / "out", data=file, **SMALL | {"clusters": 2})
+    found = moesaic.inspect(model, tmp_path / "out", data=file, **settings(clusters=2))
     assert found.documents[0].opening.startswith(text[:8])
     assert run(["inspect", str(model), str(tmp_path / "two"), "--data", str(file), "--min-length", "8"]) == 0
     shown = capsys.readouterr().out
@@ -216,7 +221,7 @@ def test_bad_records_are_named(tmp_path: Path, model: Path, content: bytes, mess
 
 def test_a_damaged_router_is_named(tmp_path: Path, data: Path):
     folder = save_model(tmp_path / "model", "qwen3_moe")
-    broken = moesaic.load(folder)
+    broken: Any = moesaic.load(folder)
     with torch.no_grad():
         broken.model.layers[1].mlp.gate.weight[0, 0] = float("nan")
     broken.save_pretrained(folder)
