@@ -12,7 +12,7 @@ from typing import Any
 from transformers.utils import logging
 
 import moesaic
-from interop.models import native, ours, some_tokens
+from interop.models import glm, native, ours, some_tokens
 from moesaic.exporting.gguf_check import llama_logits, open_llama
 
 LIMIT = 5e-4
@@ -31,7 +31,7 @@ CASES: dict[str, Case] = {
     "gpt_oss": (native, "gpt_oss", {}),
     "deepseek_v2": (native, "deepseek_v2", {"q_lora_rank": 16, "topk_method": "greedy"}),
     "deepseek_v3": (native, "deepseek_v3", {"q_lora_rank": 16}),
-    "glm4_moe": (native, "glm4_moe", {"n_group": 1, "topk_group": 1}),
+    "glm4_moe": (glm, "glm4_moe", {"n_group": 1, "topk_group": 1}),
     "moesaic_llama": (ours, "llama", {}),
     "moesaic_llama, 1 shared": (ours, "llama", {"num_shared_experts": 1}),
     "moesaic_llama, EMO's form": (ours, "llama", {"num_shared_experts": 1, "routing_weighting": "all"}),

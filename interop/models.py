@@ -7,11 +7,14 @@ from typing import Any
 import torch
 
 from examples.smollm2 import convert
+from moesaic.loading import load_tokenizer
 from tests.tiny_models import tiny_moe_model
 from tests.tiny_moes import save_tiny_moe
 
 SMOLLM2 = Path(".cache/smollm2")
 VOCABULARY = 49152
+GLM_TOKENS = ["[gMASK]", "<|user|>", "<|observation|>", "<|endoftext|>"]
+"""Which llama.cpp's converter looks up in a GLM tokenizer; the last is SmolLM2's as well."""
 HEADS: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 """vLLM wants head sizes that are multiples of 32."""
 
@@ -31,6 +34,15 @@ def with_tokenizer(folder: Path) -> Path:
 def native(folder: Path, family: str, **settings: Any) -> Path:
     """A tiny random model of a native family."""
     return with_tokenizer(save_tiny_moe(folder, family, vocab_size=VOCABULARY, **settings))
+
+
+def glm(folder: Path, family: str, **settings: Any) -> Path:
+    """The same with the special tokens of GLM."""
+    with_tokenizer(save_tiny_moe(folder, family, vocab_size=VOCABULARY + 8, **settings))
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": GLM_TOKENS})
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def ours(folder: Path, base: str, *, seed: int = 0, **settings: Any) -> Path:
