@@ -21,7 +21,8 @@ from moesaic.training.recipe import TrainRecipe
 from moesaic.training.run import train
 from moesaic.training.state import read_run
 from moesaic.training.tokenizer import load_run_tokenizer
-from tests.tiny_training import DENSE, tiny_recipe
+from tests.tiny_moes import save_tiny_moe
+from tests.tiny_training import DENSE, VOCABULARY, save_tokenizer, tiny_recipe
 
 STEP = 3
 
@@ -265,6 +266,34 @@ def test_bf16_keeps_its_masters(tmp_path):
     assert moesaic.load(tmp_path / "out").dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe"])
+def test_native_families_stay_what_they_are_and_resume(tmp_path, family):
+    source = save_tokenizer(save_tiny_moe(tmp_path / "source", family, vocab_size=VOCABULARY))
+    expand = {"step": STEP, "experts": 11, "optimizer": "scale"}
+    values = grown_recipe(tmp_path / "in", expand, model=str(source), tokenizer=None)
+    out = tmp_path / "out"
+    run(values, out)
+    made = load_file(out / "model.safetensors")
+    model = moesaic.load(out)
+    assert (model.config.model_type, model.config.num_local_experts) == (family, 11)
+    (record,) = lines(out, "expansion")
+    assert json.loads((out / "moesaic.json").read_text())["experts"]["original"] == record["sources"]
+    assert sorted(made) == sorted(grown_names(source, 11))
+
+    (out / "state" / "step-00000005" / "run.json").unlink()  # as if it had been killed after the expansion
+    (out / "config.json").unlink()
+    run(values, out, resume=True)
+    again = load_file(out / "model.safetensors")
+    assert list(again) == list(made)
+    assert all(torch.equal(again[name], made[name]) for name in made)
+
+
+def grown_names(source: Path, experts: int) -> list[str]:
+    """The names of the hub layout with more experts."""
+    moesaic.expand(source, source.parent / "expected", experts=experts)
+    return list(load_file(source.parent / "expected" / "model.safetensors"))
+
+
 REFUSED = {
     "expand.0: experts 8: the model has 8 experts already": {"step": 3, "experts": 8},
     "expand.0: experts 33 needs more than cap 3 .* the largest count possible is 32": {"step": 3, "experts": 33},
@@ -320,7 +349,7 @@ def test_utilities_that_are_all_zero_stop_the_run_and_leave_the_state_before(tmp
     monkeypatch.setattr(growth_utility, "_norms", zero)
     values = grown_recipe(tmp_path / "in", {"step": STEP, "experts": 12})
     match = (
-        r"step 3: expand\.0: .*the utilities of all experts of layer 1 are 0 .*the last good state is .*step-00000003"
+        r"step 3: expand\.0: the model: the utilities of all experts of layer 1 are 0 .*last good state .*step-00000003"
     )
     with pytest.raises(MoesaicError, match=match):
         run(values, tmp_path / "out")

@@ -22,6 +22,7 @@ KILLS = (
     ("step", 1),  # right after, in the first step
     ("weights", 1),  # in the second expansion
     ("logged", 1),  # the line of the second expansion is written, its state is not
+    ("step", 1),  # right after the second
 )
 
 

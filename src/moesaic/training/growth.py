@@ -31,10 +31,10 @@ from moesaic.checkpoint.writer import CheckpointWriter
 from moesaic.data.batch import PackedBatch
 from moesaic.errors import MoesaicError
 from moesaic.expansion.build import build
-from moesaic.expansion.resolve import ExpandPlan, resolve
+from moesaic.expansion.resolve import ExpandPlan
 from moesaic.expansion.statement import statement
 from moesaic.recipe import recipe_values
-from moesaic.training.growth_check import as_keys
+from moesaic.training.growth_check import as_keys, resolve_transition
 from moesaic.training.growth_utility import Found, find_utilities
 from moesaic.training.optimizer import MOMENTS
 from moesaic.training.parallel import World
@@ -108,7 +108,8 @@ class _Expansion:
 
 def _expand(trainable: Trainable, folder: Path, number: int, found: Found) -> _Expansion:
     recipe = trainable.recipe
-    plan = resolve(recipe.transitions[number].as_recipe(str(folder / "before"), recipe.seed))
+    model = replace(open_checkpoint(folder / "before"), name="the model")
+    plan = resolve_transition(recipe.transitions[number], recipe, model)
     copies = plan.copies(found.utilities)
     made = build(plan, copies, {})
     rewrite(made, folder / "after", quiet=True)

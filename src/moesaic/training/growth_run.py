@@ -104,6 +104,8 @@ def expand(run: Run) -> None:
     run.trainable = build_trainable(
         recipe, run.out, world, start=folder / "weights" / "after", tokenizer=run.tokenizer, quiet=run.quiet
     )
+    # What it was loaded from is no layout that anybody chose: the result has the family's own, as after `--resume`.
+    vars(run.trainable.model.model).pop("_weight_conversions", None)
     if grown.has_moments:
         load_moments(run.trainable, folder)
     else:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from moesaic.checkpoint.layout import OutputTensor, plan_files
@@ -186,9 +186,17 @@ def _write_side_files(
             return records
     with explained(folder):
         tokenizer.save_pretrained(folder)
-        if trained.model.generation_config is not None:
-            trained.model.generation_config.save_pretrained(folder)
+        _generation_config(recipe, trained).save_pretrained(folder)
     return records
+
+
+def _generation_config(recipe: TrainRecipe, trained: TrainedModel) -> GenerationConfig:
+    """The source's where it has one; not the model's, which a resumed or grown one may not have from there."""
+    if isinstance(recipe.model, str):
+        folder = open_checkpoint(recipe.model).path
+        if (folder / "generation_config.json").exists():
+            return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_model_config(trained.config)
 
 
 def _move(aside: Path, out: Path) -> None:
