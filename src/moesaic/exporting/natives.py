@@ -102,6 +102,22 @@ def _has_bias(config: Config) -> bool:
 EMPTY_SHARED_WIDTH = 64
 """Width of the shared expert of zeros that Qwen2-MoE needs where the model has none."""
 
+_OLMO = _EVERY | {
+    "qk_norm": _only("over all heads"),
+    "attention_bias": _only("none", _QKV_O),
+    "head_size": _USUAL,
+    "shared": _NONE,
+    "dense_layers": _NONE,
+    "sliding_window": _NONE,
+    "multipliers": _NONE,
+}
+_OLMO_VALUES: Mapping[str, Value] = {
+    "intermediate_size": lambda config: config["moe_intermediate_size"],
+    "num_experts": lambda config: config["num_experts"],
+    "attention_bias": _has_bias,
+    "norm_topk_prob": _normalised,
+}
+
 _ROWS = (
     NativeFamily(
         model_type="qwen3_moe",
@@ -198,45 +214,15 @@ _ROWS = (
         model_type="flex_olmo",
         causal_class="FlexOlmoForCausalLM",
         why="the only family with norms after attention and experts and over all heads of queries and keys",
-        allowed=_EVERY
-        | {
-            "norms": _only("after attention and experts"),
-            "qk_norm": _only("over all heads"),
-            "attention_bias": _only("none", _QKV_O),
-            "head_size": _USUAL,
-            "shared": _NONE,
-            "dense_layers": _NONE,
-            "sliding_window": _NONE,
-            "multipliers": _NONE,
-        },
-        values={
-            "intermediate_size": lambda config: config["moe_intermediate_size"],
-            "num_experts": lambda config: config["num_experts"],
-            "attention_bias": _has_bias,
-            "norm_topk_prob": _normalised,
-        },
+        allowed=_OLMO | {"norms": _only("after attention and experts")},
+        values=_OLMO_VALUES,
     ),
     NativeFamily(
         model_type="olmoe",
         causal_class="OlmoeForCausalLM",
         why="norms before attention and experts, and over all heads of queries and keys",
-        allowed=_EVERY
-        | {
-            "norms": _only("before attention and experts"),
-            "qk_norm": _only("over all heads"),
-            "attention_bias": _only("none", _QKV_O),
-            "head_size": _USUAL,
-            "shared": _NONE,
-            "dense_layers": _NONE,
-            "sliding_window": _NONE,
-            "multipliers": _NONE,
-        },
-        values={
-            "intermediate_size": lambda config: config["moe_intermediate_size"],
-            "num_experts": lambda config: config["num_experts"],
-            "attention_bias": _has_bias,
-            "norm_topk_prob": _normalised,
-        },
+        allowed=_OLMO | {"norms": _only("before attention and experts")},
+        values=_OLMO_VALUES,
     ),
 )
 
