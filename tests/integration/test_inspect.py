@@ -58,7 +58,7 @@ def test_counts_are_those_of_the_models_own_routers(family: str, tmp_path: Path,
     counts = np.zeros_like(found.statistics.counts_SLE[0])
     from moesaic.selection.experts import find_blocks
 
-    seen: list[tuple] = []
+    seen: list[Any] = []
     for block in find_blocks(loaded):
         block.router.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
     with torch.inference_mode():
