@@ -1,7 +1,6 @@
 """From a plan and the copies per layer to the new checkpoint's tensors, config, record and card."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ from moesaic.expansion.router import duplicate_noise, duplicates_of, grown_rows,
 from moesaic.expansion.statement import Statement, statement
 from moesaic.families.counting import count_shapes
 from moesaic.families.moe import ExpertTensor, MoELayerTensors
-from moesaic.routing.config import RuleConfig
 from moesaic.selection.rules import cut_routing
 from moesaic.upcycling.randomness import generator
 
@@ -150,9 +148,6 @@ def _grown_routing(plan: ExpandPlan, sources: Sources) -> dict[str, Any]:
         return {}
     routing = cut_routing(plan.recorded, list(sources.values()))
     assert routing is not None
-    if plan.recipe.routing == "one_per_copy_group" and routing["rule"].get("rule") == "document_pool":
-        # Pools are for a model that routes by plain top-k at inference, and this one no longer does.
-        routing["rule"] = asdict(RuleConfig())
     if plan.recorded_bias is not None and plan.recipe.delta > 0:
         for row, layer in zip(routing["selection_bias"], plan.model.layers, strict=True):
             if _noisy_role(plan, layer) == "recorded_bias":

@@ -1,7 +1,8 @@
 """One model's life: dense, specialists, DivMoE, modular, larger, a part of it for one domain, and the part put back.
 
 The DivMoE routes by plain top-k from the start (with a Latin square that computes the same at step 0), because document
-pools train a model that does so at inference.
+pools train a model that does so at inference. Annealing leaves the pools on record, and an expansion into groups of copies
+refuses a rule that would go on; so one step with the model's own routing, at next to no learning rate, takes it off.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,10 +63,11 @@ class _Life:
         yield train_step(base)
         yield train_step(*specialists.values(), name=f"specialists-{self.seed}", needs=(base.name,))
         joint, modular, upcycle = self._middle(base, specialists)
-        step = train_step(joint, modular, name=f"modular-{self.seed}", needs=(f"specialists-{self.seed}",))
+        settled = self._run("settled", modular.folder, self._one_step(), 2, optimizer=_TO_ZERO)
+        step = train_step(joint, modular, settled, name=f"modular-{self.seed}", needs=(f"specialists-{self.seed}",))
         yield replace(step, commands=(upcycle, *step.commands))
         for routing in ("exact", "plain"):
-            yield self._grow(modular, routing, needs=step.name)
+            yield self._grow(settled, routing, needs=step.name)
         yield self._part(needs=f"grown_plain-{self.seed}")
         yield self._short_way(base)
         yield self._measure(
@@ -111,11 +113,15 @@ class _Life:
         annealed = {"losses": _LOSSES, "routing": pools, "optimizer": _TO_ZERO}
         return joint, self._run("modular", joint.folder, self.life.anneal, 2, **annealed), upcycle
 
-    def _grow(self, modular: Run, routing: str, *, needs: str) -> Step:
+    def _one_step(self) -> TrainScale:
+        anneal = self.life.anneal
+        return replace(anneal, tokens=anneal.batch_tokens, lr=anneal.lr / 1000, warmup_steps=0)
+
+    def _grow(self, settled: Run, routing: str, *, needs: str) -> Step:
         out = self._folder("grown", routing)
         option = ("--routing", "one_per_copy_group") if routing == "exact" else ()
         command = (
-            *("expand", modular.folder, out, "--experts", str(2 * self.experts), "--utility", "uniform", *option),
+            *("expand", settled.folder, out, "--experts", str(2 * self.experts), "--utility", "uniform", *option),
             *("--seed", str(self.seed), "--overwrite", "--quiet"),
         )
         run = self._run(f"grown_{routing}", out, self.life.grown, 3, losses=_LOSSES, optimizer=_TO_ZERO)
