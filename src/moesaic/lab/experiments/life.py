@@ -1,8 +1,8 @@
 """One model's life: dense, specialists, DivMoE, modular, larger, a part of it for one domain, and the part put back.
 
 The DivMoE routes by plain top-k from the start (with a Latin square that computes the same at step 0), because document
-pools train a model that does so at inference. Annealing leaves the pools on record, and an expansion into groups of copies
-refuses a rule that would go on; so one step with the model's own routing, at next to no learning rate, takes it off.
+pools train a model that does so at inference. Annealing leaves the pools on record, and an expansion into groups of
+copies refuses a rule that would go on; so one step with the model's own routing, at next to no learning rate, ends it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
