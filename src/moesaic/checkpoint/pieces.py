@@ -35,6 +35,12 @@ class CopiedTensor:
         stored = (run.source for run in self.runs if run.source is not None)
         return tuple({(source.file, source.name): source for source in stored}.values())
 
+    @property
+    def copy_of(self) -> TensorInfo | None:
+        """The stored tensor that this one has all bytes of, in their order, and no others."""
+        source = self.runs[0].source if len(self.runs) == 1 else None
+        return source if source is not None and source.nbytes == self.output.nbytes else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class ComputedTensor:

@@ -34,7 +34,7 @@ from moesaic.checkpoint.provenance import (
     weights_hash,
     write_provenance,
 )
-from moesaic.checkpoint.scan import scan
+from moesaic.checkpoint.scan import BLOCK_BYTES, refuse_nonfinite, scan
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter, Written
 from moesaic.modeling.names import modeling_file
@@ -42,7 +42,6 @@ from moesaic.progress import progress
 from moesaic.recipe import dump_recipe, recipe_values
 from moesaic.workers import default_workers
 
-_BLOCK_BYTES = 4 << 20
 _SMALL_FILES_BYTES = 1 << 20
 """config.json, moesaic.json, recipe, card, code: a generous bound."""
 
@@ -90,8 +89,9 @@ def rewrite(
 ) -> Written:
     """Write the checkpoint: weights, config.json, moesaic.json, recipe.yaml, README.md and the files that come along.
 
-    What goes into the result is read once before (NaN and infinity are refused, hashes recorded); `out` is absent or
-    complete at all times. The bytes do not depend on `workers` (threads; default: one per core, at most 8).
+    NaN and infinity are refused and hashes of what was used recorded, in tensors that are copied whole while they are
+    copied, in others before; `out` is absent or complete at all times. The bytes do not depend on `workers` (threads;
+    default: one per core, at most 8).
 
     Raises:
         MoesaicError: a NaN in a source, a full disk, a target that exists.
@@ -100,8 +100,15 @@ def rewrite(
     count = workers or default_workers()
     paths = [checkpoint.path for _, checkpoint in plan.sources]
     with output_folder(out, overwrite, sources=paths) as folder, one_thread_per_job():
-        hashes = _check_sources(plan, count, quiet)
+        copies = _whole_copies(plan)
+        hashes = _check_sources(plan, copies, count, quiet)
         written = _write(plan, folder, count, quiet)
+        for (_, checkpoint), found in zip(plan.sources, hashes, strict=True):
+            found |= {
+                info.name: written.tensor_hashes[copies[info.file, info.name]]
+                for info in checkpoint.tensors.values()
+                if (info.file, info.name) in copies
+            }
         _write_small_files(plan, folder, hashes, written)
     return written
 
@@ -188,9 +195,17 @@ def source_records(
     return records
 
 
-def _check_sources(plan: Rewrite, workers: int, quiet: bool) -> list[dict[str, str]]:
-    """Hashes of the tensors that are used, by name, per source."""
-    used = {(info.file, info.name) for part in (*plan.tensors, *plan.work) for info in part.sources}
+def _whole_copies(plan: Rewrite) -> dict[tuple[Path, str], str]:
+    """Stored tensors that are copied whole, and the output tensor that each becomes: their bytes have one hash."""
+    copies = ((tensor.copy_of, tensor) for tensor in plan.tensors if isinstance(tensor, CopiedTensor))
+    return {(info.file, info.name): tensor.output.name for info, tensor in copies if info is not None}
+
+
+def _check_sources(
+    plan: Rewrite, copies: Mapping[tuple[Path, str], str], workers: int, quiet: bool
+) -> list[dict[str, str]]:
+    """Hashes of the tensors that are used and not copied whole, by name, per source."""
+    used = {(info.file, info.name) for part in (*plan.tensors, *plan.work) for info in part.sources} - copies.keys()
     infos = [
         [info for info in checkpoint.tensors.values() if (info.file, info.name) in used]
         for _, checkpoint in plan.sources
@@ -210,11 +225,14 @@ def _write(plan: Rewrite, folder: Path, workers: int, quiet: bool) -> Written:
         # Large ones first, so that no thread is left alone with one at the end.
         ordered = sorted(plan.tensors, key=lambda tensor: -tensor.output.nbytes)
         work = [_work_job(work, writer, stop, tick) for work in plan.work]
-        run_jobs([*work, *(_job(tensor, writer, stop, tick) for tensor in ordered)], stop, workers)
+        check = not plan.allow_nonfinite
+        run_jobs([*work, *(_job(tensor, writer, stop, tick, check) for tensor in ordered)], stop, workers)
         return writer.finish(workers)
 
 
-def _job(tensor: NewTensor, writer: CheckpointWriter, stop: threading.Event, tick: Tick) -> Callable[[], None]:
+def _job(
+    tensor: NewTensor, writer: CheckpointWriter, stop: threading.Event, tick: Tick, check: bool
+) -> Callable[[], None]:
     def compute() -> None:
         assert isinstance(tensor, ComputedTensor)
         values = tensor.compute()
@@ -224,7 +242,7 @@ def _job(tensor: NewTensor, writer: CheckpointWriter, stop: threading.Event, tic
 
     def copy() -> None:
         assert isinstance(tensor, CopiedTensor)
-        _copy_runs(tensor, writer, stop, tick)
+        _copy_runs(tensor, writer, stop, tick, check=check and tensor.copy_of is not None)
 
     return copy if isinstance(tensor, CopiedTensor) else compute
 
@@ -241,9 +259,11 @@ def _work_job(work: Work, writer: CheckpointWriter, stop: threading.Event, tick:
     return compute
 
 
-def _copy_runs(tensor: CopiedTensor, writer: CheckpointWriter, stop: threading.Event, tick: Tick) -> None:
+def _copy_runs(
+    tensor: CopiedTensor, writer: CheckpointWriter, stop: threading.Event, tick: Tick, *, check: bool
+) -> None:
     itemsize = DTYPE_BITS[tensor.output.dtype] // 8
-    buffer = memoryview(bytearray(min(_BLOCK_BYTES, max((run.nbytes for run in tensor.runs), default=0))))
+    buffer = memoryview(bytearray(min(BLOCK_BYTES, max((run.nbytes for run in tensor.runs), default=0))))
     position = 0
     for run in tensor.runs:
         if run.source is None:
@@ -252,11 +272,13 @@ def _copy_runs(tensor: CopiedTensor, writer: CheckpointWriter, stop: threading.E
         with explained(run.source.file):
             fd = os.open(run.source.file, os.O_RDONLY)
         try:
-            for at in range(0, run.nbytes, _BLOCK_BYTES):
+            for at in range(0, run.nbytes, BLOCK_BYTES):
                 if stop.is_set():
                     return
-                block = buffer[: min(_BLOCK_BYTES, run.nbytes - at)]
+                block = buffer[: min(BLOCK_BYTES, run.nbytes - at)]
                 read_into(fd, block, run.source.offset + run.start + at, run.source.file)
+                if check:
+                    refuse_nonfinite(block, run.source)
                 writer.write(tensor.output.name, block, position // itemsize)
                 position += len(block)
                 tick(len(block))

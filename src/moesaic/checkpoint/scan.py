@@ -78,6 +78,14 @@ def has_nonfinite(block: memoryview, dtype: str) -> bool:
     return bool(array.view(bits.signed).max() >= bits.infinity or array.max() >= bits.negative_infinity)
 
 
+def refuse_nonfinite(block: memoryview, info: TensorInfo) -> None:
+    """Raise MoesaicError, naming file and tensor, where these bytes of it hold a NaN or an infinity."""
+    if has_nonfinite(block, info.dtype):
+        raise MoesaicError(
+            f"{info.file}: tensor {info.name!r} has a NaN or an infinity; fix the checkpoint, or pass --allow-nonfinite"
+        )
+
+
 class _Pass:
     """What the workers of one scan share."""
 
@@ -105,11 +113,8 @@ class _Pass:
                 break
             block = buffer[: min(BLOCK_BYTES, info.nbytes - start)]
             read_into(fd, block, info.offset + start, info.file)
-            if self._check and has_nonfinite(block, info.dtype):
-                raise MoesaicError(
-                    f"{info.file}: tensor {info.name!r} has a NaN or an infinity; "
-                    "fix the checkpoint, or pass --allow-nonfinite"
-                )
+            if self._check:
+                refuse_nonfinite(block, info)
             state.update(block)
             unreported += len(block)
             if unreported >= _TICK_BYTES:

@@ -127,7 +127,7 @@ def test_consecutive_slots_are_one_run(source):
 
 
 def test_blocks_smaller_than_a_run(tmp_path, source, tensors, monkeypatch):
-    monkeypatch.setattr("moesaic.checkpoint.rewrite._BLOCK_BYTES", 16)
+    monkeypatch.setattr("moesaic.checkpoint.rewrite.BLOCK_BYTES", 16)
     rewrite(plan_of(source, whole(source.tensors["a"])), tmp_path / "out", quiet=True)
     assert torch.equal(written(tmp_path / "out")["a"], tensors["a"])
 
