@@ -1,5 +1,7 @@
 """Verdicts: what an interval says about a claim, and figures against arithmetic done by hand."""
 
+from typing import Literal
+
 import pytest
 
 from moesaic.expansion.measures import Interval
@@ -7,7 +9,7 @@ from moesaic.lab.claims import CLAIMS, claims_table
 from moesaic.lab.claims.claim import Claim, combine, less, smallest, verdict, within
 
 
-def _claim(otherwise="opposite"):
+def _claim(otherwise: Literal["opposite", "not seen"] = "opposite") -> Claim:
     return Claim(says="a", place="b", figure="c", effect=lambda rows: None, otherwise=otherwise)
 
 

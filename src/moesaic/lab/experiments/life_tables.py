@@ -16,8 +16,8 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     for model in models:
         mine = where(measured, model=model)
         losses = (show(interval_of(where(mine, domain=domain))) for domain in domains)
-        size = fmean(row["value"] for row in where(sizes, model=model)) / 1e6
-        body.append((model, f"{size:.2f} M", *losses, show(interval_of(mine))))
+        size = fmean(row["value"] for row in where(sizes, model=model))
+        body.append((model, f"{size:,.0f}", *losses, show(interval_of(mine))))
     table = Table(
         title="A model's life",
         note="Parameters, and held-out loss in nats per token after every step of the way, and of the short way: the "
