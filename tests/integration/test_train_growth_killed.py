@@ -20,7 +20,6 @@ KILLS = (
     ("state", 2),  # of the state right after, the weights are written and the moments are not
     ("cleared", 1),  # the state right after is there, its files are still there
     ("step", 1),  # right after, in the first step
-    ("weights", 1),  # in the second expansion
     ("logged", 1),  # the line of the second expansion is written, its state is not
     ("step", 1),  # right after the second
 )
