@@ -115,7 +115,7 @@ class _Life:
 
     def _one_step(self) -> TrainScale:
         anneal = self.life.anneal
-        return replace(anneal, tokens=anneal.batch_tokens, lr=anneal.lr / 1000, warmup_steps=0)
+        return replace(anneal, tokens=anneal.batch_tokens, lr=anneal.lr / 1e6, warmup_steps=0)
 
     def _grow(self, settled: Run, routing: str, *, needs: str) -> Step:
         out = self._folder("grown", routing)
