@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 import moesaic
 from interop.models import HEADS
+from moesaic.exporting.vllm_plugin import CHECKED
 from tests.tiny_models import tiny_moe_model
 from tests.tiny_moes import save_tiny_moe
 
@@ -23,9 +24,8 @@ DIVMOE = {"routing_rule": "one_per_group", "expert_groups": [0, 0, 1, 1, 2, 2]}
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "divmoe-llama": ("llama", DIVMOE),
     "divmoe-qwen3": ("qwen3", DIVMOE | {"group_score": "log_mean_exp", "num_shared_experts": 1}),
-    "topk-llama": ("llama", {}),
     "emo": ("llama", {"routing_weighting": "all", "num_shared_experts": 1}),
-    "gemma3": ("gemma3_text", {}),
+    **{f"topk-{base}": (base, {}) for base in CHECKED},
 }
 EXPORTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "exported-mixtral": ("llama", "mixtral", {}),
