@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from moesaic.checkpoint import pio
 from moesaic.cli import app as cli
 from moesaic.reporting import api
 from moesaic.reporting.sources import short_names
@@ -105,7 +106,7 @@ def test_a_failed_write_leaves_nothing(call, inputs, tmp_path, monkeypatch):
     def fail(fd):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(api.os, "fsync", fail)
+    monkeypatch.setattr(pio.os, "fsync", fail)
     status, _, err = call("report", inputs[1], tmp_path / "report.html")
     assert status == 2
     assert "the disk is full" in err

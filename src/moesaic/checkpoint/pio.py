@@ -96,6 +96,22 @@ def sync_path(path: Path) -> None:
             os.close(fd)
 
 
+def write_file(path: Path, text: str | bytes) -> None:
+    """Write a small file in one step, its folders too: a reader sees the old one or the new one, never half of it."""
+    data = text.encode() if isinstance(text, str) else text
+    aside = path.with_name(f".{path.name}.moesaic-{os.getpid()}-tmp")
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with aside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
 def exchange(first: Path, second: Path) -> bool:
     """Swap two paths in one step (renameat2 RENAME_EXCHANGE); False where kernel or file system cannot."""
     return _renameat2(first, second, 2)

@@ -6,14 +6,13 @@ Finished tasks are kept by a second call with the same settings; one with others
 import contextlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.pio import explained
+from moesaic.checkpoint.pio import write_file
 from moesaic.checkpoint.provenance import fingerprint, read_provenance, versions
 from moesaic.checkpoint.source import Checkpoint, load_json, open_checkpoint
 from moesaic.errors import MoesaicError
@@ -140,18 +139,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 def write_results(path: Path, document: Mapping[str, Any]) -> None:
     """Write a results file in one step: a reader sees the old one or the new one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}-tmp")
-    with explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with aside.open("w", encoding="utf-8") as file:
-                json.dump(document, file, indent=1, allow_nan=False)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+    write_file(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 def refuse_other_settings(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.pio import explained
+from moesaic.checkpoint.pio import explained, write_file
 from moesaic.checkpoint.source import load_json
 from moesaic.errors import MoesaicError
 
@@ -70,9 +70,7 @@ def write_plan(plan: Plan, out: Path) -> None:
                 (out / name).parent.mkdir(parents=True, exist_ok=True)
                 (out / name).write_text(text, encoding="utf-8")
         (out / COMMANDS_FILE).write_text(_script(plan.steps), encoding="utf-8")
-        aside = out / f"{PLAN_FILE}.new"
-        aside.write_text(json.dumps({"format": FORMAT, **asdict(plan)}, indent=1), encoding="utf-8")
-        aside.rename(out / PLAN_FILE)
+        write_file(out / PLAN_FILE, json.dumps({"format": FORMAT, **asdict(plan)}, indent=1))
 
 
 def read_plan(out: Path) -> Plan:

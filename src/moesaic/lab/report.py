@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moesaic.checkpoint.pio import explained
+from moesaic.checkpoint.pio import explained, write_file
 from moesaic.lab.claims import claims_table
 from moesaic.lab.experiments import EXPERIMENTS
 from moesaic.lab.plan import REPORT, Plan, Step, read_plan
@@ -106,11 +106,7 @@ def write_html(findings: Sequence[Finding], file: Path) -> None:
     page = (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>moesaic lab</title>{_STYLE}{''.join(body)}</html>\n"
     )
-    with explained(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        aside = file.with_name(file.name + ".new")
-        aside.write_text(page, encoding="utf-8")
-        aside.rename(file)
+    write_file(file, page)
 
 
 _STYLE = (

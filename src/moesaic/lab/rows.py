@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from moesaic.checkpoint.pio import write_file
 from moesaic.lab.plan import Plan
 from moesaic.training.metrics import METRICS_FILE
 
@@ -19,10 +20,7 @@ _SPIKE = 5.0
 
 def write_rows(file: Path, rows: Iterable[Row]) -> None:
     """Write rows aside and rename them into place."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_suffix(".new")
-    aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    aside.rename(file)
+    write_file(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """`moesaic report`: read everything, then write one file."""
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any
 
 from moesaic.analysis.format import read_inspection
 from moesaic.analysis.inspection import Inspection
-from moesaic.checkpoint.pio import explained
+from moesaic.checkpoint.pio import write_file
 from moesaic.errors import MoesaicError
 from moesaic.reporting.inspections import inspected_models, model_payload, reader_payload
 from moesaic.reporting.packing import size
@@ -65,7 +64,7 @@ def report(
     for model, inspection in zip(payload["models"], inspections.values(), strict=True):
         model["reader"] = reader_payload(inspection.reader, for_each)
     page = render(payload, payload["title"]).encode("utf-8", "replace")  # a title may be what a shell made of bytes
-    _write(page, target)
+    write_file(target, page)
     return ReportResult(
         out=target,
         bytes=len(page),
@@ -115,17 +114,3 @@ def _target(out: str | Path, overwrite: bool) -> Path:
     if not parent.is_dir():
         raise MoesaicError(f"{path}: there is no folder {parent}; make it first")
     return path
-
-
-def _write(page: bytes, target: Path) -> None:
-    """Aside, synced, renamed: the file is absent or complete."""
-    aside = target.with_name(f".{target.name}.moesaic-{os.getpid()}-tmp")
-    try:
-        with explained(target):
-            with aside.open("wb") as file:
-                file.write(page)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(target)
-    finally:
-        aside.unlink(missing_ok=True)

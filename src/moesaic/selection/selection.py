@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.pio import explained
+from moesaic.checkpoint.pio import write_file
 from moesaic.checkpoint.source import load_json
 from moesaic.errors import MoesaicError
 from moesaic.selection.source import SourceModel, source_from_json
@@ -65,10 +65,7 @@ class Selection:
 
 def save_selection(selection: Selection, file: str | Path) -> None:
     """Write a selection as JSON; numbers are written so that they read back as the same float64."""
-    path = Path(file)
-    with explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(selection.to_json(), allow_nan=False) + "\n", encoding="utf-8")
+    write_file(Path(file), json.dumps(selection.to_json(), allow_nan=False) + "\n")
 
 
 def load_selection(file: str | Path) -> Selection:

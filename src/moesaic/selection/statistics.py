@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 from numpy import ndarray
 
-from moesaic.checkpoint.pio import explained
+from moesaic.checkpoint.pio import write_file
 from moesaic.checkpoint.source import load_json
 from moesaic.errors import MoesaicError
 from moesaic.selection.source import SourceModel, refuse_other_model, source_from_json
@@ -74,7 +74,6 @@ def merge_by_domain(parts: Sequence[ExpertStatistics]) -> list[ExpertStatistics]
 
 def save_statistics(statistics: ExpertStatistics, file: str | Path) -> None:
     """Write statistics as JSON; floats are written so that they read back as the same float64."""
-    path = Path(file)
     document = {
         "format": FORMAT,
         "source": statistics.source.to_json(),
@@ -82,9 +81,7 @@ def save_statistics(statistics: ExpertStatistics, file: str | Path) -> None:
         "tokens": statistics.tokens,
         **{name: getattr(statistics, name).tolist() for name in ("counts_LE", *SUMS)},
     }
-    with explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+    write_file(Path(file), json.dumps(document, allow_nan=False) + "\n")
 
 
 def load_statistics(file: str | Path) -> ExpertStatistics:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moesaic.checkpoint.pio import write_file
 from moesaic.errors import MoesaicError
 from moesaic.lab.world import write_world
 from moesaic.lab.writing import TOKENIZER, train_file, valid_file
@@ -73,9 +74,7 @@ def _held_out(file: Path, settings: Prepare) -> Iterator[str]:
 
 
 def _write(file: Path, texts: Iterable[str]) -> None:
-    aside = file.with_suffix(".new")
-    aside.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    aside.rename(file)
+    write_file(file, "".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def _train_tokenizer(domains: Sequence[str], vocabulary: int) -> None:

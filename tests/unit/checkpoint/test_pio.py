@@ -1,0 +1,27 @@
+"""A small file is there whole or not at all."""
+
+import pytest
+
+from moesaic.checkpoint import pio
+from moesaic.errors import MoesaicError
+
+
+def test_a_file_is_written_with_its_folders(tmp_path):
+    file = tmp_path / "new" / "words.txt"
+    pio.write_file(file, "één\n")
+    pio.write_file(file, b"two\n")
+    assert file.read_bytes() == b"two\n"
+    assert [path.name for path in file.parent.iterdir()] == ["words.txt"]
+
+
+def test_a_full_disk_leaves_the_old_file_as_it_was(tmp_path, monkeypatch):
+    def fail(fd):
+        raise OSError(28, "No space left on device")
+
+    file = tmp_path / "words.txt"
+    file.write_text("old")
+    monkeypatch.setattr(pio.os, "fsync", fail)
+    with pytest.raises(MoesaicError, match=r"words\.txt: the disk is full"):
+        pio.write_file(file, "new")
+    assert file.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["words.txt"]
