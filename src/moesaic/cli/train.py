@@ -49,8 +49,11 @@ def command(
     loaded = load_train_recipe(recipe, settings)
     is_main = os.environ.get("RANK", "0") == "0"
     if dry_run:
+        from moesaic.training.folder import refuse_content, refuse_overlap
         from moesaic.training.planning import plan_train
 
+        refuse_overlap(Path(out), loaded)
+        refuse_content(Path(out), resume=resume, overwrite=overwrite)
         report = plan_train(loaded, subject=recipe)
         print_result(() if quiet else report.lines(), report.to_dict(), as_json=json)
         return

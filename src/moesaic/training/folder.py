@@ -30,12 +30,7 @@ def locked_folder(out: Path, *, resume: bool, overwrite: bool) -> Iterator[None]
     A folder that holds anything is refused unless `resume` (it goes on, or starts fresh where no state is) or
     `overwrite`, which refuses what isn't the work of a run.
     """
-    names = _content(out)
-    if names and not resume:
-        if not overwrite:
-            raise MoesaicError(f"{out}: is not empty; --resume goes on with a run, --overwrite starts it again")
-        if not names & {RECIPE_FILE, "config.json"}:
-            raise MoesaicError(f"{out}: holds no run and no checkpoint, so --overwrite does not remove it")
+    refuse_content(out, resume=resume, overwrite=overwrite)
     with explained(out):
         (out / "state").mkdir(parents=True, exist_ok=True)
         lock = (out / "state" / _LOCK).open("a")
@@ -49,6 +44,16 @@ def locked_folder(out: Path, *, resume: bool, overwrite: bool) -> Iterator[None]
         finally:
             if not _content(out):
                 shutil.rmtree(out, ignore_errors=True)
+
+
+def refuse_content(out: Path, *, resume: bool, overwrite: bool) -> None:
+    """Refuse an OUT that is a file, or holds what neither flag lets go."""
+    names = _content(out)
+    if names and not resume:
+        if not overwrite:
+            raise MoesaicError(f"{out}: is not empty; --resume goes on with a run, --overwrite starts it again")
+        if not names & {RECIPE_FILE, "config.json"}:
+            raise MoesaicError(f"{out}: holds no run and no checkpoint, so --overwrite does not remove it")
 
 
 def refuse_overlap(out: Path, recipe: TrainRecipe) -> None:

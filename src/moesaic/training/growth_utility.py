@@ -20,9 +20,8 @@ from moesaic.routing.cross_entropy import token_losses
 from moesaic.routing.draws import fold_key
 from moesaic.routing.install import routing_context
 from moesaic.routing.losses import Load, measure_load, reduce_load
-from moesaic.routing.types import RoutingContext
 from moesaic.training.growth_recipe import Transition
-from moesaic.training.step import Trainable, shifted_labels
+from moesaic.training.step import Trainable, context_of, shifted_labels
 from moesaic.training.tensors import whole
 
 PerLayer = dict[int, tuple[float, ...]]
@@ -185,13 +184,7 @@ def _loads(trainable: Trainable, batch: PackedBatch, step: int) -> Iterator[list
     if installation is None:
         yield loads
         return
-    context = RoutingContext.from_packed(
-        batch.document_ids_BS,
-        first_document=batch.first_document,
-        num_documents=batch.num_documents,
-        seed=trainable.recipe.seed,
-        step=step,
-    )
+    context = context_of(trainable, batch, step)
     with routing_context(installation, context, pools=False) as record:
         yield loads
         loads.append(measure_load(record.decisions, context.token_mask_T))

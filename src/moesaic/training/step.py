@@ -111,19 +111,24 @@ def _begin(trainable: Trainable, batches: list[PackedBatch], step: int, num_doma
     )
 
 
+def context_of(trainable: Trainable, batch: PackedBatch, step: int) -> RoutingContext:
+    """What the routers of a step know about a batch: its documents, and where the random draws start."""
+    return RoutingContext.from_packed(
+        batch.document_ids_BS,
+        first_document=batch.first_document,
+        num_documents=batch.num_documents,
+        seed=trainable.recipe.seed,
+        step=step,
+    )
+
+
 def _micro_step(trainable: Trainable, batch: PackedBatch, state: _Step) -> None:
     """Add one micro-batch to the gradients and to the sums."""
     installation, ranks = trainable.model.installation, trainable.world.size
     if installation is None:
         (_language_loss(trainable, batch, state) * ranks).backward()
         return
-    context = RoutingContext.from_packed(
-        batch.document_ids_BS,
-        first_document=batch.first_document,
-        num_documents=batch.num_documents,
-        seed=trainable.recipe.seed,
-        step=state.step,
-    )
+    context = context_of(trainable, batch, state.step)
     with routing_context(installation, context) as record:
         loss = _language_loss(trainable, batch, state)
         load = measure_load(record.decisions, context.token_mask_T)

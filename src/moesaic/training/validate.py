@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from moesaic.data.batch import PackedBatch
 from moesaic.data.validation import ValidationSet
@@ -68,13 +69,14 @@ def _run(trainable: Trainable, held_out: ValidationSet) -> tuple[Tensor, Tensor]
     sums_2N = torch.zeros(2, held_out.num_documents, dtype=torch.float64, device=world.device)
     batches = held_out.batches(trainable.recipe.batch.micro_sequences, rank=world.rank, world_size=world.size)
     for batch in batches:
-        _add(trainable, batch.to(world.device), sums_2N)
+        add_losses(trainable.model.model, batch.to(world.device), sums_2N)
     losses_N, tokens_N = world.sum(sums_2N).cpu()
     return losses_N, tokens_N
 
 
-def _add(trainable: Trainable, batch: PackedBatch, sums_2N: Tensor) -> None:
-    output = trainable.model.model(input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False)
+def add_losses(model: PreTrainedModel, batch: PackedBatch, sums_2N: Tensor) -> None:
+    """Add the total loss and the number of predicted tokens of each of the N documents of a held-out batch."""
+    output = model(input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False)
     labels_T = shifted_labels(batch)
     losses_T, _ = token_losses(output.logits.flatten(0, 1), labels_T)
     documents_T = batch.document_ids_BS.flatten().clamp_min(0)  # padding adds 0 to the first

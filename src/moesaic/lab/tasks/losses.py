@@ -9,9 +9,7 @@ from moesaic.data.prepare import prepare
 from moesaic.data.recipe import DataRecipe, SourceRecipe
 from moesaic.data.validation import ValidationSet, validation_sets
 from moesaic.lab.writing import valid_file
-from moesaic.routing.cross_entropy import IGNORED, token_losses
-from moesaic.training.step import shifted_labels
-from moesaic.training.validate import DomainLoss, ratio_with_error
+from moesaic.training.validate import DomainLoss, add_losses, ratio_with_error
 
 
 def held_out_sets(
@@ -29,10 +27,5 @@ def held_out_loss(model: PreTrainedModel, held_out: ValidationSet, *, sequences:
     """Loss of one held-out set in nats per predicted token, with its standard error over documents."""
     sums_2N = torch.zeros(2, held_out.num_documents, dtype=torch.float64)
     for batch in held_out.batches(sequences):
-        logits = model(input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False).logits
-        labels_T = shifted_labels(batch)
-        losses_T, _ = token_losses(logits.flatten(0, 1), labels_T)
-        documents_T = batch.document_ids_BS.flatten().clamp_min(0)  # padding adds 0 to the first
-        sums_2N[0].index_add_(0, documents_T, losses_T.double())
-        sums_2N[1].index_add_(0, documents_T, (labels_T != IGNORED).double())
+        add_losses(model, batch, sums_2N)
     return ratio_with_error(*sums_2N)
