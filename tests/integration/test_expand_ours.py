@@ -8,6 +8,7 @@ import torch
 
 from moesaic import expand, load, upcycle
 from moesaic.errors import MoesaicError
+from moesaic.modeling.modeling_moesaic import ROUTING_WEIGHTINGS
 from tests.tiny_models import VOCABULARY, save_tiny
 
 TOKENS = torch.randint(3, VOCABULARY, (4, 32), generator=torch.Generator().manual_seed(5))
@@ -29,10 +30,12 @@ def divmoe(dense, tmp_path):
     return tmp_path / "divmoe"
 
 
-@pytest.fixture(params=["selected", "all"])
+@pytest.fixture(params=ROUTING_WEIGHTINGS)
 def plain(request, dense, tmp_path):
-    settings = {"experts": 6, "top_k": 2, "router_std": 0.3, "shared_experts": 1, "weighting": request.param}
+    settings = {"experts": 6, "top_k": 2, "router_std": 0.3, "shared_experts": 1}
     upcycle(dense / "base", tmp_path / "plain", method="drop", layers="1", **settings)
+    file = tmp_path / "plain" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"routing_weighting": request.param}))
     return tmp_path / "plain"
 
 

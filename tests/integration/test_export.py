@@ -111,6 +111,12 @@ def test_auto_names_the_rules_of_every_family_where_none_fits(tmp_path):
     assert "olmoe (norm of queries and keys" in str(caught.value)
 
 
+def test_sigmoid_weights_are_those_of_no_native_family(tmp_path):
+    source = save_ours(tmp_path / "moe", "llama", routing_weighting="sigmoid")
+    with pytest.raises(MoesaicError, match="weights of the experts: sigmoids of the selected over their sum"):
+        moesaic.export(source, tmp_path / "out", dry_run=True)
+
+
 def test_every_base_is_plain_or_special():
     assert set(PLAIN) | set(SPECIAL) == set(STEMS)
     assert not set(PLAIN) & set(SPECIAL)

@@ -23,7 +23,7 @@ from moesaic.training.state import list_states
 from moesaic.training.validate import DomainLoss
 from tests.tiny_models import save_tiny
 from tests.tiny_moes import MOE_FAMILIES
-from tests.tiny_training import DENSE, VOCABULARY, tiny_recipe
+from tests.tiny_training import DENSE, MOE, VOCABULARY, tiny_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +79,22 @@ def test_a_run_leaves_a_plain_checkpoint_and_its_log(tmp_path):
     record = json.loads((tmp_path / "out" / "moesaic.json").read_text())
     assert (record["verb"], record["steps"], record["routing"]) == ("train", 30, None)
     assert load_recipe(TrainRecipe, tmp_path / "out" / "recipe.yaml") == load_recipe(TrainRecipe, recipe)
+
+
+def test_a_model_with_sigmoid_weights_trains_and_routes_with_them(tmp_path):
+    model = {"family": "llama", "config": DENSE, "moe": MOE | {"weighting": "sigmoid"}}
+    losses = {"balance": {"coefficient": 0.1}, "bias_balancing": 0.01}
+    run(tiny_recipe(tmp_path / "in", model=model, losses=losses, budget={"steps": 12}), tmp_path / "out")
+    found = lines(tmp_path / "out")
+    assert found[-1]["loss"] < found[0]["loss"]
+    routed = []
+    trained: Any = moesaic.load(tmp_path / "out")
+    trained.model.layers[1].mlp.gate.register_forward_hook(lambda _module, _inputs, output: routed.append(output))
+    with torch.no_grad():
+        trained(torch.arange(3, 20)[None])
+    logits_TE, weights_TK, ids_TK = routed[0]
+    sigmoids_TK = logits_TE.gather(1, ids_TK).sigmoid()
+    torch.testing.assert_close(weights_TK, sigmoids_TK / sigmoids_TK.sum(dim=-1, keepdim=True))
 
 
 def test_the_same_recipe_gives_the_same_bytes(tmp_path):

@@ -38,6 +38,17 @@ def softmax(values: list[Tensor]) -> list[Tensor]:
     return [value / total for value in exponentials]
 
 
+def over_their_sum(values: list[Tensor]) -> list[Tensor]:
+    """Sigmoids, divided by their sum."""
+    scores = [1 / (1 + torch.exp(-value)) for value in values]
+    total = sum(scores, torch.zeros((), dtype=torch.float64))
+    return [score / total for score in scores]
+
+
+def probabilities(values: list[Tensor], weighting: str) -> list[Tensor]:
+    return over_their_sum(values) if weighting == "sigmoid" else softmax(values)
+
+
 def best(scores: list[float], size: int) -> list[int]:
     """Positions of the `size` highest scores, the highest first, the lower position first among equals."""
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:size]
@@ -62,6 +73,8 @@ def pools(logits_TE: Tensor, document_ids: list[int], sizes: list[int], bias: li
 def weigh(logits: list[Tensor], allowed: list[int], chosen: list[int], weighting: str) -> list[Tensor]:
     if weighting == "selected":
         return softmax([logits[e] for e in chosen])
+    if weighting == "sigmoid":
+        return over_their_sum([logits[e] for e in chosen])
     over_allowed = dict(zip(allowed, softmax([logits[e] for e in allowed]), strict=True))
     return [over_allowed[e] for e in chosen]
 
@@ -74,7 +87,7 @@ def route(
     for t in range(logits_TE.shape[0]):
         logits = list(logits_TE[t])
         usable = sorted(allowed[t]) if allowed is not None else list(range(len(logits)))
-        scores = [number(p) for p in softmax([logits[e] for e in usable])]
+        scores = [number(p) for p in probabilities([logits[e] for e in usable], weighting)]
         if bias is not None:
             scores = [score + bias[e] for score, e in zip(scores, usable, strict=True)]
         chosen = [usable[i] for i in best(scores, k)]
@@ -99,13 +112,13 @@ def route_groups(
     members = {g: [e for e, other in enumerate(groups) if other == g] for g in sorted(set(groups))}
     for t in range(logits_TE.shape[0]):
         logits = list(logits_TE[t])
-        by = [number(p) for p in softmax(logits)] if bias is not None else [number(v) for v in logits]
+        by = [number(p) for p in probabilities(logits, weighting)] if bias is not None else [number(v) for v in logits]
         by = [b + c for b, c in zip(by, bias or [0.0] * len(by), strict=True)]
         winners = {g: max(es, key=lambda e: (by[e], -e)) for g, es in members.items()}
         scores = {g: group_score([logits[e] for e in es], score) for g, es in members.items()}
         ranked_by = {g: by[winners[g]] if bias is not None else number(scores[g]) for g in members}
         if bias is not None and score != "max":
-            shares = dict(zip(members, softmax(list(scores.values())), strict=True))
+            shares = dict(zip(members, probabilities(list(scores.values()), weighting), strict=True))
             for g, es in members.items():
                 within = [number(p) + bias[e] for p, e in zip(softmax([logits[e] for e in es]), es, strict=True)]
                 winners[g] = es[max(range(len(es)), key=lambda i: (within[i], -i))]
@@ -115,8 +128,8 @@ def route_groups(
         ids.append(chosen)
         if bias is not None and score == "max":
             weights.append(weigh(logits, list(range(len(logits))), chosen, weighting))
-        elif weighting == "selected":
-            weights.append(softmax([scores[g] for g in order]))
+        elif weighting != "all":
+            weights.append(probabilities([scores[g] for g in order], weighting))
         elif score == "max":
             weights.append(weigh(logits, list(range(len(logits))), chosen, "all"))
         else:

@@ -11,7 +11,8 @@ from moesaic.upcycling.randomness import generator
 
 EXPERTS, TOP_K, HIDDEN, WIDTH, TOKENS = 6, 2, 8, 5, 400
 UNEVEN = [3, 0, 1, 0, 2, 1]
-WEIGHTINGS = ["selected", "all"]
+SCORES = {"selected": torch.exp, "all": torch.exp, "sigmoid": lambda logits: 1 / (1 + torch.exp(-logits))}
+WEIGHTINGS = list(SCORES)
 
 
 @pytest.fixture
@@ -28,14 +29,14 @@ def expert(layer, number, x):
 
 
 def source_output(layer, weighting):
-    """The layer before: softmax of all logits, the best K of each token, one token and expert at a time."""
+    """The layer before: a score of every logit, the best K of each token, one token and expert at a time."""
     rows = []
     for x in layer[0]:
         logits = layer[1] @ x
         best = sorted(range(EXPERTS), key=lambda e: (-float(logits[e]), e))[:TOP_K]
-        over = best if weighting == "selected" else range(EXPERTS)
-        total = sum(float(logits[e].exp()) for e in over)
-        rows.append(torch.stack([logits[e].exp() / total * expert(layer, e, x) for e in best]).sum(0))
+        score = SCORES[weighting](logits)
+        total = sum(float(score[e]) for e in (range(EXPERTS) if weighting == "all" else best))
+        rows.append(torch.stack([score[e] / total * expert(layer, e, x) for e in best]).sum(0))
     return torch.stack(rows)
 
 
@@ -71,7 +72,7 @@ def grouped_output(layer, sources, rows, weighting, score):
     return grown_output(layer, sources, weights, ids), ids
 
 
-EXACT = [("selected", "max"), *[(w, s) for w in WEIGHTINGS for s in ("mean", "log_mean_exp")]]
+EXACT = [("selected", "max"), ("sigmoid", "max"), *[(w, s) for w in WEIGHTINGS for s in ("mean", "log_mean_exp")]]
 
 
 @pytest.mark.parametrize(("weighting", "score"), EXACT)
@@ -96,7 +97,7 @@ def test_b_with_noise_mean_stays_exact_and_log_mean_exp_deviates_in_second_order
     assert deviation("mean", 1e-3) < 1e-14
     assert deviation("log_mean_exp", 1e-3) < 1e-4
     assert deviation("log_mean_exp", 1e-3) / deviation("log_mean_exp", 1e-4) == pytest.approx(100, rel=0.05)
-    if weighting == "selected":
+    if weighting != "all":
         assert deviation("max", 1e-3) / deviation("max", 1e-4) == pytest.approx(10, rel=0.05)
 
 

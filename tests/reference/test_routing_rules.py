@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moesaic.modeling.modeling_moesaic import ROUTING_WEIGHTINGS
 from moesaic.routing.config import RuleConfig
 from moesaic.routing.routers import RouterSettings
 from moesaic.routing.rules import Rule, build_rule, decide, draw_pool_sizes
@@ -47,7 +48,7 @@ def run(config: RuleConfig, router: RouterSettings, logits: Tensor, **options) -
     return decide(rule, logits, **options)
 
 
-@pytest.mark.parametrize("weighting", ["selected", "all"])
+@pytest.mark.parametrize("weighting", ROUTING_WEIGHTINGS)
 @pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
 @pytest.mark.parametrize("biased", [False, True])
 def test_topk(weighting, top_k, biased):
@@ -60,7 +61,7 @@ def test_topk(weighting, top_k, biased):
         assert ids != naive.route(logits, top_k, weighting)[0]
 
 
-@pytest.mark.parametrize("weighting", ["selected", "all"])
+@pytest.mark.parametrize("weighting", ROUTING_WEIGHTINGS)
 @pytest.mark.parametrize("score", ["max", "mean", "log_mean_exp"])
 @pytest.mark.parametrize(("groups", "top_k"), [((0, 0, 1, 1, 2, 2), 2), ((0, 1, 0, 0, 2, 1), 3), ((0,) * 6, 1)])
 def test_one_per_group(weighting, score, groups, top_k):
@@ -69,7 +70,7 @@ def test_one_per_group(weighting, score, groups, top_k):
     check(run(RuleConfig(), router, logits), logits, *naive.route_groups(logits, groups, top_k, weighting, score))
 
 
-@pytest.mark.parametrize("weighting", ["selected", "all"])
+@pytest.mark.parametrize("weighting", ROUTING_WEIGHTINGS)
 @pytest.mark.parametrize("score", ["max", "mean", "log_mean_exp"])
 def test_one_per_group_with_selection_bias(weighting, score):
     logits = random_logits(2, 30).requires_grad_()
@@ -81,7 +82,7 @@ def test_one_per_group_with_selection_bias(weighting, score):
     assert ids != naive.route_groups(logits, groups, 2, weighting, score)[0]
 
 
-@pytest.mark.parametrize("weighting", ["selected", "all"])
+@pytest.mark.parametrize("weighting", ROUTING_WEIGHTINGS)
 @pytest.mark.parametrize("score", ["mean", "log_mean_exp"])
 def test_groups_of_copies_with_a_selection_bias_are_chosen_as_their_source(weighting, score):
     """Statement (b) of methods.md section 3 under loss-free balancing, for uneven copies."""
@@ -95,7 +96,7 @@ def test_groups_of_copies_with_a_selection_bias_are_chosen_as_their_source(weigh
     torch.testing.assert_close(grown.weights_TK, source.weights_TK, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("weighting", ["selected", "all"])
+@pytest.mark.parametrize("weighting", ROUTING_WEIGHTINGS)
 @pytest.mark.parametrize(("top_k", "pool"), [(2, 2), (2, 3), (2, (2, 5)), (1, (1, 6)), (3, EXPERTS), (2, None)])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.modeling.modeling_moesaic import GROUP_SCORES, group_members, route_one_per_group, route_topk
+from moesaic.modeling.modeling_moesaic import (
+    GROUP_SCORES,
+    ROUTING_WEIGHTINGS,
+    group_members,
+    route_one_per_group,
+    route_topk,
+)
 
 TOKENS = 40
 UNEVEN = [0, 2, 1, 1, 0, 2, 2, 1, 3, 2]  # groups of 2, 3, 4 and 1 experts, interleaved
@@ -22,14 +28,23 @@ def softmax(scores: list[Tensor]) -> list[Tensor]:
     return [score.exp() / total for score in scores]
 
 
+def over_their_sum(scores: list[Tensor]) -> list[Tensor]:
+    sigmoids = [1 / (1 + (-score).exp()) for score in scores]
+    total = sum(sigmoids, torch.zeros((), dtype=torch.float64))
+    return [sigmoid / total for sigmoid in sigmoids]
+
+
+NORMALISED = {"selected": softmax, "sigmoid": over_their_sum}
+
+
 def best_first(scores: list[Tensor], count: int) -> list[int]:
     return sorted(range(len(scores)), key=lambda i: (-scores[i].item(), i))[:count]
 
 
 def naive_topk(logits: list[Tensor], top_k: int, weighting: str) -> tuple[list[Tensor], list[int]]:
     ids = best_first(logits, top_k)
-    if weighting == "selected":
-        return softmax([logits[i] for i in ids]), ids
+    if weighting in NORMALISED:
+        return NORMALISED[weighting]([logits[i] for i in ids]), ids
     return [softmax(logits)[i] for i in ids], ids
 
 
@@ -49,8 +64,8 @@ def naive_one_per_group(
     representatives = [ids[best_first([logits[e] for e in ids], 1)[0]] for ids in members]
     scores = [naive_score([logits[e] for e in ids], group_score) for ids in members]
     chosen = best_first(scores, top_k)
-    if weighting == "selected":
-        weights = softmax([scores[g] for g in chosen])
+    if weighting in NORMALISED:
+        weights = NORMALISED[weighting]([scores[g] for g in chosen])
     elif group_score == "max":
         weights = [softmax(logits)[representatives[g]] for g in chosen]
     else:
@@ -71,7 +86,7 @@ def check(fast: tuple[Tensor, Tensor], logits_TE: Tensor, naive) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("weighting", ["selected", "all"])
+@pytest.mark.parametrize("weighting", ROUTING_WEIGHTINGS)
 @pytest.mark.parametrize("top_k", [1, 3, 10])
 def test_topk(top_k: int, weighting: str, tied: bool) -> None:
     logits_TE = random_logits(10, tied=tied).requires_grad_()
@@ -80,7 +95,7 @@ def test_topk(top_k: int, weighting: str, tied: bool) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("group_score", GROUP_SCORES)
-@pytest.mark.parametrize("weighting", ["selected", "all"])
+@pytest.mark.parametrize("weighting", ROUTING_WEIGHTINGS)
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 @pytest.mark.parametrize("groups", [UNEVEN, [0, 0, 1, 1, 2, 2, 3, 3], [5, 3, 1, 0]])
 def test_one_per_group(groups: list[int], top_k: int, weighting: str, group_score: str, tied: bool) -> None:
@@ -105,7 +120,7 @@ def test_selected_equals_softmax_over_all_renormalised() -> None:
     torch.testing.assert_close(selected_TK, every_TK / every_TK.sum(-1, keepdim=True))
 
 
-@pytest.mark.parametrize("weighting", ["selected", "all"])
+@pytest.mark.parametrize("weighting", ROUTING_WEIGHTINGS)
 def test_large_logits_stay_finite(weighting: str) -> None:
     logits_TE = random_logits(10, tied=False).float() * 1e4
     weights_TK, _ = route_one_per_group(logits_TE, torch.tensor(group_members(UNEVEN)), 2, weighting, "log_mean_exp")

@@ -25,12 +25,12 @@ class Groups(NamedTuple):
 
 def open_routers(checkpoint: Checkpoint) -> MoEModel:
     """The experts of a checkpoint; a model without routers is refused in words of its own."""
-    model_type = str(checkpoint.config.get("model_type"))
-    if family_of(model_type) is None:
+    config = checkpoint.config
+    if family_of(config) is None:
         known = ", ".join([*MOE_FAMILIES, "moesaic_*"])
         raise MoesaicError(
-            f"{checkpoint.name}: has no routers to look into: model_type {model_type!r} is no MoE family known here "
-            f"({known})"
+            f"{checkpoint.name}: has no routers to look into: model_type {config.get('model_type')!r} is no MoE family "
+            f"known here ({known})"
         )
     return detect_moe(checkpoint)
 

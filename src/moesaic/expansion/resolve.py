@@ -84,10 +84,10 @@ class ExpandPlan:
     def normalised(self) -> bool:
         """The weights of the selected experts sum to a constant."""
         family = self.model.family
-        if family.weighting in ("selected", "all"):
-            return family.weighting == "selected"
         # transformers' own defaults: families with sigmoid scores renormalise, those with softmax don't.
-        return self.checkpoint.config.get(family.weighting, family.scoring == "sigmoid") in (True, "selected")
+        named = self.checkpoint.config.get(family.weighting, family.scoring == "sigmoid")
+        weighting = family.weighting if family.weighting in ("selected", "all") else named
+        return weighting in (True, "selected", "sigmoid")
 
     @property
     def divides_scaling(self) -> bool:

@@ -59,7 +59,7 @@ REASONS: dict[str, str] = {
     "granitemoeshared": "its shared expert has a width of its own",
     "deepseek_v2": "its latent attention is that of no dense model",
     "deepseek_v3": "its latent attention is that of no dense model",
-    "glm4_moe": "its sigmoid scores with a selection bias are not among our routing rules",
+    "glm4_moe": "no dense model has its attention",
 }
 
 

@@ -59,13 +59,14 @@ COMMON_KEYS = (
     "dtype",
 )
 
+_SELECTED, _ALL = "softmax over selected", "softmax over all"
 _EVERY = {
     "architecture": _only(PLAIN_LAYERS),
     "routing": _only("plain top-k"),
     "expert_bias": _only("none"),
+    "weighting": _only(_SELECTED, _ALL),
 }
 _LLAMA = _EVERY | {"norms": _only("before attention and experts"), "qk_norm": _only("none")}
-_SELECTED, _ALL = "softmax over selected", "softmax over all"
 _USUAL = _only("hidden size / heads")
 _NONE = _only("none")
 _QKV_O = "on queries, keys, values and output"

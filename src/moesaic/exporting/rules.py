@@ -79,7 +79,7 @@ def facts_of(view: View) -> dict[str, str]:
         "expert_bias": "yes" if config["expert_mlp_bias"] else "none",
         "head_size": _head_size(config),
         "routing": "plain top-k" if config["routing_rule"] == "topk" else "one expert per group",
-        "weighting": f"softmax over {config['routing_weighting']}",
+        "weighting": _WEIGHTINGS[config["routing_weighting"]],
         "shared": "with weight 1" if shared else "none",
         "dense_layers": "some" if dense else "none",
         "sliding_window": _sliding_window(config),
@@ -88,6 +88,13 @@ def facts_of(view: View) -> dict[str, str]:
         "tied": "tied to the embedding" if config.get("tie_word_embeddings") else "of its own",
         "activation": str(config.get("hidden_act")),
     }
+
+
+_WEIGHTINGS = {
+    "selected": "softmax over selected",
+    "all": "softmax over all",
+    "sigmoid": "sigmoids of the selected over their sum",
+}
 
 
 def failed_rules(facts: Facts, allowed: Mapping[str, frozenset[str]]) -> dict[str, str]:

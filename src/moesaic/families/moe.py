@@ -99,7 +99,7 @@ def detect_moe(checkpoint: Checkpoint) -> MoEModel:
             number of slots than the config says (names the tensor).
     """
     config = checkpoint.config
-    family = family_of(str(config.get("model_type")))
+    family = family_of(config)
     if family is None:
         known = ", ".join([*MOE_FAMILIES, "moesaic_*"])
         raise MoesaicError(

@@ -3,8 +3,9 @@
 Tensor names need no row per family: on disk all of them use one of the few spellings in `moesaic.families.moe`.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +73,17 @@ _ROWS = (
 )
 
 OURS = MoEFamily(model_type="moesaic", experts_key="num_experts", weighting="routing_weighting")
+_OURS_WITH_SIGMOID = replace(OURS, scoring="sigmoid")
 
 MOE_FAMILIES = {row.model_type: row for row in _ROWS}
 
 
-def family_of(model_type: str) -> MoEFamily | None:
+def family_of(config: Mapping[str, Any]) -> MoEFamily | None:
     """The row of a config's `model_type`; None for a type without experts or without a row."""
-    return OURS if model_type.startswith("moesaic_") else MOE_FAMILIES.get(model_type)
+    model_type = str(config.get("model_type"))
+    if not model_type.startswith("moesaic_"):
+        return MOE_FAMILIES.get(model_type)
+    return _OURS_WITH_SIGMOID if config.get(OURS.weighting) == "sigmoid" else OURS
 
 
 CONVERTED_FIRST = ("emo", "flex_olmo_noqknorm_prenorm")

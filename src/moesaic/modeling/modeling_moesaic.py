@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.utils.output_capturing import OutputRecorder
 
 ROUTING_RULES = ("topk", "one_per_group")
-ROUTING_WEIGHTINGS = ("selected", "all")
+ROUTING_WEIGHTINGS = ("selected", "all", "sigmoid")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -42,7 +42,8 @@ def route_topk(logits_TE: Tensor, top_k: int, weighting: str) -> tuple[Tensor, T
     """Send each token to the ``top_k`` experts with the largest logits; of equal logits the lower expert id wins.
 
     ``weighting`` "selected" is the softmax over the selected logits (Mixtral), "all" the softmax over all logits
-    without renormalisation (OLMoE). Returns weights (tokens, top_k) in the logits' dtype and expert ids.
+    without renormalisation (OLMoE), "sigmoid" the sigmoids of the selected over their sum (DeepSeek-V3). Returns
+    weights (tokens, top_k) in the logits' dtype and expert ids.
     """
     ids_TK = _largest(logits_TE, top_k)
     return _weights(logits_TE, logits_TE.gather(-1, ids_TK), weighting), ids_TK
@@ -55,9 +56,10 @@ def route_one_per_group(
 
     ``group_members_GM`` holds the expert ids of each group, padded with -1. A group's score is the ``max``, the
     ``mean`` or the ``log_mean_exp`` of its logits; its representative is the expert with the largest logit, whatever
-    the score. The weights are the softmax of the scores over the selected groups ("selected"). For "all" they are not
-    renormalised: with ``max`` the representative's share of the softmax over all experts, with ``mean`` and
-    ``log_mean_exp`` the group's share of the softmax over the scores of all groups.
+    the score. The weights are the softmax of the scores over the selected groups ("selected"), or their sigmoids over
+    the sum of these ("sigmoid"). For "all" they are not renormalised: with ``max`` the representative's share of the
+    softmax over all experts, with ``mean`` and ``log_mean_exp`` the group's share of the softmax over the scores of all
+    groups.
 
     Everything is computed on logits, the softmax comes last: an engine that recognises ``topk(softmax(logits))`` and
     replaces it by its own kernel must not take this rule for that one.
@@ -80,6 +82,9 @@ def _largest(scores: Tensor, k: int) -> Tensor:
 def _weights(scores: Tensor, selected_TK: Tensor, weighting: str) -> Tensor:
     if weighting == "selected":
         return selected_TK.softmax(dim=-1)
+    if weighting == "sigmoid":
+        # sigmoid / sum of sigmoids, on logarithms: all of them may be too small for a number.
+        return F.logsigmoid(selected_TK).softmax(dim=-1)
     return (selected_TK - scores.logsumexp(dim=-1, keepdim=True)).exp()
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from moesaic.errors import MoesaicError
 from moesaic.routing.config import GroupScore
 
-Weighting = Literal["selected", "all"]
+Weighting = Literal["selected", "all", "sigmoid"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class RouterSettings:
     num_experts: int
     top_k: int
     weighting: Weighting
-    """Softmax over the selected experts, or over all without renormalisation."""
+    """Softmax over the selected experts, over all without renormalisation, or sigmoids over the sum of the selected."""
     cast_weights: bool
     """Whether weights come in the hidden states' dtype, or stay in fp32."""
     groups: tuple[int, ...] | None = None

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
@@ -114,7 +115,17 @@ def weights_of(
 _WEIGHTINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "selected": lambda logits_TE, ids_TK: logits_TE.gather(1, ids_TK).softmax(dim=-1),
     "all": lambda logits_TE, ids_TK: logits_TE.softmax(dim=-1).gather(1, ids_TK),
+    "sigmoid": lambda logits_TE, ids_TK: F.logsigmoid(logits_TE.gather(1, ids_TK)).softmax(dim=-1),
 }
+
+_PROBABILITIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "selected": lambda logits_TE: logits_TE.softmax(dim=-1),
+    "all": lambda logits_TE: logits_TE.softmax(dim=-1),
+    "sigmoid": lambda logits_TE: F.logsigmoid(logits_TE).softmax(dim=-1),
+}
+
+_GROUP_SHARES = {"selected": "all", "all": "all", "sigmoid": "sigmoid"}
+"""The weighting under which a choice of all groups gives the probability of each."""
 
 
 def _with_bias(choose: Callable[[Tensor], tuple[Tensor, Tensor]], settings: RouterSettings) -> Select:
@@ -123,11 +134,13 @@ def _with_bias(choose: Callable[[Tensor], tuple[Tensor, Tensor]], settings: Rout
     The scores it is added to are probabilities, as in the paper; experts outside the pool stay outside.
     """
 
+    probability = _PROBABILITIES[settings.weighting]
+
     def select(logits_TE: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
         if bias_E is None:
             return choose(logits_TE)
         with torch.no_grad():
-            score_TE = (logits_TE.softmax(dim=-1) + bias_E).masked_fill(logits_TE.isneginf(), float("-inf"))
+            score_TE = (probability(logits_TE) + bias_E).masked_fill(logits_TE.isneginf(), float("-inf"))
             _, expert_ids_TK = choose(score_TE)
         return weights_of(logits_TE, expert_ids_TK, weighting=settings.weighting), expert_ids_TK
 
@@ -195,12 +208,13 @@ def _one_per_biased_group(
 ) -> tuple[Tensor, Tensor]:
     """The rule of `route_one_per_group` with a selection bias, for group scores that are no expert's own.
 
-    Groups are chosen by their share of the softmax over all groups plus the mean of their experts' biases, the expert
-    within by its share of its group plus its own bias. So copies of an expert that have its logit and its bias, as a
-    group, are chosen when it would have been, whatever their number (methods.md, section 3 b).
+    Groups are chosen by their share of the softmax (or of the sigmoids) over all groups plus the mean of their experts'
+    biases, the expert within by its share of its group plus its own bias. So copies of an expert that have its logit
+    and its bias, as a group, are chosen when it would have been, whatever their number (methods.md, section 3 b).
     """
     present_GM, safe_GM = members_GM >= 0, members_GM.clamp(min=0)
-    share_TG, id_TG = route_one_per_group(logits_TE, members_GM, len(members_GM), "all", score)  # groups in any order
+    over = _GROUP_SHARES[settings.weighting]
+    share_TG, id_TG = route_one_per_group(logits_TE, members_GM, len(members_GM), over, score)  # groups in any order
     group_E = torch.zeros_like(bias_E, dtype=torch.int64)
     numbers_GM = torch.arange(len(members_GM), device=logits_TE.device)[:, None].expand_as(members_GM)
     group_E[members_GM[present_GM]] = numbers_GM[present_GM]
@@ -212,7 +226,7 @@ def _one_per_biased_group(
         within_TGM = (logits_TGM.softmax(dim=-1) + bias_GM).masked_fill(~present_GM, -torch.inf)
         ids_TK = safe_GM[groups_TK, within_TGM.argmax(dim=-1).gather(1, groups_TK)]
     weights_TK = share_TG.gather(1, groups_TK)
-    if settings.weighting == "selected":
+    if settings.weighting != "all":
         weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights_TK.dtype).tiny)
     return weights_TK, ids_TK
 

@@ -76,7 +76,7 @@ def _check_groups(
     source: SourceModel, config: Mapping[str, Any], kept: Sequence[Sequence[int]], active: int, where: str
 ) -> None:
     """Group-limited selection: equally many experts in each group, and enough of them in the groups that are used."""
-    groups, family = source.num_groups, family_of(source.model_type)
+    groups, family = source.num_groups, family_of(config)
     if groups == 1:
         return
     size = source.num_experts // groups

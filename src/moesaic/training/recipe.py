@@ -35,8 +35,8 @@ class MoEShape:
     """I, width of one routed expert."""
     shared_experts: int = 0
     """S, experts of the family's own `intermediate_size` that every token uses, with weight 1."""
-    weighting: Literal["selected", "all"] = "selected"
-    """Softmax over the selected experts, or over all without renormalisation."""
+    weighting: Literal["selected", "all", "sigmoid"] = "selected"
+    """Softmax over the selected experts, over all without renormalisation, or sigmoids over the sum of the selected."""
     routing: Literal["topk", "one_per_group"] = "topk"
     """The rule of the model itself, at training and at inference."""
     groups: int | None = None

@@ -128,7 +128,7 @@ def _refuse_wrong_pair(source: DenseModel, target: Checkpoint) -> None:
 
 def _from_config(config: Mapping[str, Any]) -> str:
     return (
-        f"{config['num_experts']} experts, top-{config['num_experts_per_tok']}, {config['routing_rule']}, softmax over "
+        f"{config['num_experts']} experts, top-{config['num_experts_per_tok']}, {config['routing_rule']}, weighting "
         f"{config['routing_weighting']}"
     )
 
@@ -139,7 +139,7 @@ def _from_recipe(recipe: UpcycleRecipe, spec: LayerSpec) -> str:
     shared = f" + {spec.shared_experts} shared" if spec.shared_experts else ""
     return (
         f"{recipe.method}, {spec.experts} experts{origin if spec.shards > 1 else ''}{shared}, top-{spec.top_k}, "
-        f"{spec.routing}, softmax over {spec.weighting}, {spec.router_init} router, scale {recipe.scale}"
+        f"{spec.routing}, weighting {spec.weighting}, {spec.router_init} router, scale {recipe.scale}"
     )
 
 

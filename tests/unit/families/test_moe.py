@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.families.moe import detect_moe
+from tests.tiny_models import tiny_moe_model
 from tests.tiny_moes import EXPERTS, MOE_FAMILIES, TOP_K, save_tiny_moe, tiny_moe
 
 
@@ -49,6 +50,15 @@ def test_counted_parameters_agree_with_the_model(tmp_path, family):
 def test_dense_layers_are_left_out(tmp_path):
     checkpoint = open_checkpoint(save_tiny_moe(tmp_path / "m", "deepseek_v3"))
     assert [layer.layer for layer in detect_moe(checkpoint).layers] == [1]
+
+
+@pytest.mark.parametrize(
+    ("weighting", "scoring"), [("selected", "softmax"), ("all", "softmax"), ("sigmoid", "sigmoid")]
+)
+def test_our_scores_are_those_of_the_weighting(tmp_path, weighting, scoring):
+    folder = tmp_path / "m"
+    tiny_moe_model("llama", routing_weighting=weighting).save_pretrained(folder)
+    assert detect_moe(open_checkpoint(folder)).family.scoring == scoring
 
 
 def test_a_missing_expert_is_named(tmp_path):
