@@ -3,6 +3,7 @@
 python -m interop.mergekit_moe MERGEKIT_MOE FOLDER, with the command `mergekit-moe` of an environment that has it.
 """
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,7 @@ def differences(merged: Path) -> dict[str, float]:
 def main(mergekit: str, folder: Path) -> int:
     """Run both families, print a table, and return 1 if a difference is over the limit."""
     logging.disable_progress_bar()
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     bad = 0
     for base, architecture in FAMILIES.items():
         for name, found in differences(merge(mergekit, folder, base, architecture)).items():

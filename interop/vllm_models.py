@@ -4,6 +4,7 @@ Run by `make interop` in the project's own environment: python -m interop.vllm_m
 """
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def native_model(folder: Path, family: str, settings: dict[str, Any]) -> None:
 def main(out: Path) -> None:
     """Write all models, and `logits.safetensors` and `cases.json` beside them."""
     logging.disable_progress_bar()
+    shutil.rmtree(out, ignore_errors=True)  # of an earlier run
     cases: dict[str, str] = {}
     for name, (base, settings) in OURS.items():
         our_model(out / name, base, settings)
