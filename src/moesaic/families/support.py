@@ -42,7 +42,11 @@ _STACKED_ONLY = "no: published with stacked experts only"
 _ABOUT: Mapping[str, tuple[str, dict[str, str], str]] = {
     "olmoe": ("OLMoE", {"GGUF": "where norm_topk_prob is false and rms_norm_eps 1e-5"}, ""),
     "flex_olmo": ("FlexOlmo", {"GGUF": "no: llama.cpp has no FlexOlmo"}, ""),
-    "qwen2_moe": ("Qwen1.5-MoE, Qwen2-MoE, and what mergekit-moe makes of Qwen2", {"GGUF": "where norm_topk_prob is false"}, "its shared expert has a gate"),
+    "qwen2_moe": (
+        "Qwen1.5-MoE, Qwen2-MoE, and what mergekit-moe makes of Qwen2",
+        {"GGUF": "where norm_topk_prob is false"},
+        "its shared expert has a gate",
+    ),
     "qwen3_moe": ("Qwen3-MoE", {"GGUF": "where norm_topk_prob is true"}, ""),
     "mixtral": ("Mixtral, and what mergekit-moe makes of Llama and Mistral", {"GGUF": "without sliding window"}, ""),
     "gpt_oss": (

@@ -106,14 +106,7 @@ def _start(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: bo
     start = AutoConfig.from_pretrained(state / "model", local_files_only=True) if grown and state else recipe.model
     trainable = build_trainable(recipe, out, world, start=start, tokenizer=tokenizer, quiet=quiet)
     check_expansions(trainable, done=0 if saved is None else len(saved.expansions))
-    if world.is_main:
-        if state is None:
-            clear_folder(out)
-        remove_unfinished(out / "state")
-        clear_expansion(out)
-        with explained(out):
-            (out / RECIPE_FILE).write_text(dump_recipe(recipe), encoding="utf-8")
-    world.barrier()
+    _tidy(out, recipe, world, fresh=state is None)
     first = 0 if saved is None else saved.step
     if state is not None:
         assert saved is not None
@@ -138,6 +131,18 @@ def _start(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: bo
         quiet=quiet,
         validation=None if saved is None else saved.measured,
     )
+
+
+def _tidy(out: Path, recipe: TrainRecipe, world: World, *, fresh: bool) -> None:
+    """Remove what a stopped run left in OUT, or all that an earlier run did, and write this run's recipe there."""
+    if world.is_main:
+        if fresh:
+            clear_folder(out)
+        remove_unfinished(out / "state")
+        clear_expansion(out)
+        with explained(out):
+            (out / RECIPE_FILE).write_text(dump_recipe(recipe), encoding="utf-8")
+    world.barrier()
 
 
 def _loop(run: Run, terminated: threading.Event) -> None:
