@@ -36,10 +36,10 @@ class CopiedTensor:
         return tuple({(source.file, source.name): source for source in stored}.values())
 
     @property
-    def copy_of(self) -> TensorInfo | None:
-        """The stored tensor that this one has all bytes of, in their order, and no others."""
-        source = self.runs[0].source if len(self.runs) == 1 else None
-        return source if source is not None and source.nbytes == self.output.nbytes else None
+    def begins_with(self) -> TensorInfo | None:
+        """The stored tensor whose bytes, all of them in their order, come first."""
+        first = self.runs[0]
+        return first.source if first.source is not None and first.source.nbytes == first.nbytes else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,9 +89,9 @@ def rewrite(
 ) -> Written:
     """Write the checkpoint: weights, config.json, moesaic.json, recipe.yaml, README.md and the files that come along.
 
-    NaN and infinity are refused and hashes of what was used recorded, in tensors that are copied whole while they are
-    copied, in others before; `out` is absent or complete at all times. The bytes do not depend on `workers` (threads;
-    default: one per core, at most 8).
+    NaN and infinity are refused and hashes of what was used recorded, of tensors that come whole and first in one of
+    the new ones while they are copied, of others before; `out` is absent or complete at all times. The bytes do not
+    depend on `workers` (threads; default: one per core, at most 8).
 
     Raises:
         MoesaicError: a NaN in a source, a full disk, a target that exists.
@@ -102,10 +102,10 @@ def rewrite(
     with output_folder(out, overwrite, sources=paths) as folder, one_thread_per_job():
         copies = _whole_copies(plan)
         hashes = _check_sources(plan, copies, count, quiet)
-        written = _write(plan, folder, count, quiet)
+        written = _write(plan, folder, copies, count, quiet)
         for (_, checkpoint), found in zip(plan.sources, hashes, strict=True):
             found |= {
-                info.name: written.tensor_hashes[copies[info.file, info.name]]
+                info.name: written.first_hashes[copies[info.file, info.name]]
                 for info in checkpoint.tensors.values()
                 if (info.file, info.name) in copies
             }
@@ -196,15 +196,15 @@ def source_records(
 
 
 def _whole_copies(plan: Rewrite) -> dict[tuple[Path, str], str]:
-    """Stored tensors that are copied whole, and the output tensor that each becomes: their bytes have one hash."""
-    copies = ((tensor.copy_of, tensor) for tensor in plan.tensors if isinstance(tensor, CopiedTensor))
+    """Stored tensors that come whole and first in an output tensor, which then tells their hash, and its name."""
+    copies = ((tensor.begins_with, tensor) for tensor in plan.tensors if isinstance(tensor, CopiedTensor))
     return {(info.file, info.name): tensor.output.name for info, tensor in copies if info is not None}
 
 
 def _check_sources(
     plan: Rewrite, copies: Mapping[tuple[Path, str], str], workers: int, quiet: bool
 ) -> list[dict[str, str]]:
-    """Hashes of the tensors that are used and not copied whole, by name, per source."""
+    """Hashes of the tensors that are used and not in `copies`, by name, per source."""
     used = {(info.file, info.name) for part in (*plan.tensors, *plan.work) for info in part.sources} - copies.keys()
     infos = [
         [info for info in checkpoint.tensors.values() if (info.file, info.name) in used]
@@ -215,12 +215,13 @@ def _check_sources(
         return [scan(per_source, workers, plan.allow_nonfinite, tick) for per_source in infos]
 
 
-def _write(plan: Rewrite, folder: Path, workers: int, quiet: bool) -> Written:
+def _write(plan: Rewrite, folder: Path, copies: Mapping[tuple[Path, str], str], workers: int, quiet: bool) -> Written:
+    sizes = {(info.file, info.name): info.nbytes for _, source in plan.sources for info in source.tensors.values()}
     total = sum(tensor.output.nbytes for tensor in plan.tensors)
     stop = threading.Event()
     with (
         progress(total, label="writing", quiet=quiet) as tick,
-        CheckpointWriter(folder, plan.files) as writer,
+        CheckpointWriter(folder, plan.files, hash_first={copies[key]: sizes[key] for key in copies}) as writer,
     ):
         # Large ones first, so that no thread is left alone with one at the end.
         ordered = sorted(plan.tensors, key=lambda tensor: -tensor.output.nbytes)
@@ -242,7 +243,7 @@ def _job(
 
     def copy() -> None:
         assert isinstance(tensor, CopiedTensor)
-        _copy_runs(tensor, writer, stop, tick, check=check and tensor.copy_of is not None)
+        _copy_runs(tensor, writer, stop, tick, check=check and tensor.begins_with is not None)
 
     return copy if isinstance(tensor, CopiedTensor) else compute
 
@@ -277,7 +278,7 @@ def _copy_runs(
                     return
                 block = buffer[: min(BLOCK_BYTES, run.nbytes - at)]
                 read_into(fd, block, run.source.offset + run.start + at, run.source.file)
-                if check:
+                if check and run is tensor.runs[0]:  # the other bytes were checked before
                     refuse_nonfinite(block, run.source)
                 writer.write(tensor.output.name, block, position // itemsize)
                 position += len(block)

@@ -29,6 +29,8 @@ class Written:
     """What `finish` wrote: hash per tensor (as `scan`), hash of all (as `fingerprint`), size of the files in bytes."""
 
     tensor_hashes: Mapping[str, str]
+    first_hashes: Mapping[str, str]
+    """Of the first bytes of tensors, as many as `hash_first` said."""
     weights_hash: str
     nbytes: int
 
@@ -40,9 +42,11 @@ class CheckpointWriter:
     Failures of the disk are MoesaicErrors; on an error the files stay as they are, `output_folder` removes them.
     """
 
-    def __init__(self, folder: Path, layout: Layout):
+    def __init__(self, folder: Path, layout: Layout, *, hash_first: Mapping[str, int] | None = None):
+        """`hash_first`: numbers of first bytes of tensors, ends of runs, whose hash is wanted as well."""
         self._folder = folder
         self._layout = layout
+        self._hash_first = hash_first or {}
         self._files: list[_OpenFile] = []
         self._slots: dict[str, _Slot] = {}
         self._finished = False
@@ -53,7 +57,7 @@ class CheckpointWriter:
                 file = _OpenFile(self._folder / planned.name, planned)
                 self._files.append(file)
                 for tensor, offset in zip(planned.tensors, planned.offsets, strict=True):
-                    self._slots[tensor.name] = _Slot(tensor, file, offset)
+                    self._slots[tensor.name] = _Slot(tensor, file, offset, self._hash_first.get(tensor.name))
         except BaseException:
             self._close()
             raise
@@ -96,7 +100,8 @@ class CheckpointWriter:
         total = weights_hash(
             (tensor.name, tensor.dtype, tensor.shape, hashes[tensor.name]) for tensor in self._layout.tensors
         )
-        return Written(tensor_hashes=hashes, weights_hash=total, nbytes=self._layout.nbytes)
+        first = {name: found for name in self._hash_first if (found := self._slots[name].first_hash) is not None}
+        return Written(tensor_hashes=hashes, first_hashes=first, weights_hash=total, nbytes=self._layout.nbytes)
 
     def _close(self) -> None:
         for file in self._files:
@@ -135,8 +140,10 @@ class _OpenFile:
 class _Slot:
     """One tensor's place in a file: which bytes are taken, how many are written, the hash of the first ones."""
 
-    def __init__(self, tensor: OutputTensor, file: _OpenFile, offset: int):
+    def __init__(self, tensor: OutputTensor, file: _OpenFile, offset: int, first: int | None):
         self.tensor = tensor
+        self.first_hash: str | None = None
+        self._first = first
         self._file = file
         self._offset = offset
         self._lock = threading.Lock()
@@ -146,6 +153,7 @@ class _Slot:
         self._hash = HASH()
         self._hashed = 0
         self._hashing = False
+        self._advance(0)
 
     @property
     def complete(self) -> bool:
@@ -166,7 +174,7 @@ class _Slot:
         with self._lock:
             self._written += len(data)
             if hashing:
-                self._hashed += len(data)
+                self._advance(len(data))
                 self._hashing = False
 
     def _take(self, start: int, stop: int) -> None:
@@ -181,14 +189,21 @@ class _Slot:
         self._starts[i - after : i + before] = [self._starts[i - 1] if after else start]
         self._stops[i - after : i + before] = [self._stops[i] if before else stop]
 
+    def _advance(self, count: int) -> None:
+        """So many bytes more are in the hash."""
+        self._hashed += count
+        if self._hashed == self._first:
+            self.first_hash = self._hash.hexdigest()
+
     def digest(self) -> str:
         """Hash of the tensor's bytes; what could not be hashed while it was written is read back."""
         buffer = memoryview(bytearray(min(_CHUNK_BYTES, self.tensor.nbytes - self._hashed)))
         while self._hashed < self.tensor.nbytes:
-            chunk = buffer[: self.tensor.nbytes - self._hashed]
+            stop = self._first if self._first is not None and self._hashed < self._first else self.tensor.nbytes
+            chunk = buffer[: stop - self._hashed]
             read_into(self._file.fd, chunk, self._offset + self._hashed, self._file.path)
             self._hash.update(chunk)
-            self._hashed += len(chunk)
+            self._advance(len(chunk))
         return self._hash.hexdigest()
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from moesaic.checkpoint.layout import Layout, OutputTensor, plan_files
 from moesaic.checkpoint.provenance import fingerprint
-from moesaic.checkpoint.scan import scan
+from moesaic.checkpoint.scan import HASH, scan
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter, Written
 from moesaic.errors import MoesaicError
@@ -83,11 +83,14 @@ def test_any_order_of_runs(data: st.DataObject, tmp_path_factory: pytest.TempPat
     cuts = sorted(data.draw(st.sets(st.integers(1, 96), max_size=8)))
     runs = list(zip([0, *cuts], [*cuts, 97], strict=True))
     order = data.draw(st.permutations(runs))
-    with CheckpointWriter(folder, layout_of({"t": tensor})) as writer:
+    first = data.draw(st.sampled_from([0, *cuts, 97]))
+    with CheckpointWriter(folder, layout_of({"t": tensor}), hash_first={"t": 4 * first}) as writer:
         for start, stop in order:
             piece = tensor[start:stop]
             writer.write("t", piece if start % 2 else bytes(piece.numpy().data.cast("B")), start)
-        hashes = writer.finish().tensor_hashes
+        written = writer.finish()
+    hashes = written.tensor_hashes
+    assert written.first_hashes == {"t": HASH(tensor[:first].numpy().tobytes()).hexdigest()}
     assert torch.equal(load_file(folder / "model.safetensors")["t"], tensor)
     (folder / "config.json").write_text("{}")
     assert hashes == scan(open_checkpoint(folder).tensors.values())
