@@ -11,46 +11,72 @@ _FULL = 1.0
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Every table that there are numbers for."""
     subsets = where(rows, measure="subset_loss")
-    trained = where(rows, measure="loss", stage="trained")
     made = [
-        pivot(
-            trained,
-            title="From scratch on the same tokens",
-            note="Held-out loss in nats per token after training, with all experts.",
-            down=("model",),
-            across="domain",
-            mean="mean",
-        ),
+        _trained(rows),
         _increase(subsets),
-        pivot(
-            [row for row in subsets if row["share"] != _FULL],
-            title="Each method and number of calibration documents",
-            note="Held-out loss with the experts chosen for a domain, mean over the domains. Columns: share kept.",
-            down=("model", "method", "documents"),
-            across="share",
-        ),
+        _choices(subsets),
         _per_domain(subsets),
-        pivot(
-            where(rows, measure="loss", stage="tuned"),
-            title="After fine-tuning on one domain",
-            note="Held-out loss of that domain; experts chosen by router on 5 documents, share 1.0 is the full model.",
-            down=("model", "share"),
-            across="domain",
-            mean="mean",
-        ),
+        _tuned(rows),
         _memory_matched(rows),
-        pivot(
-            where(rows, measure="domain_similarity"),
-            title="Do domains use different experts?",
-            note="Cosine of the domains' mean router probabilities, mean over pairs of domains. Columns: MoE layer.",
-            down=("model",),
-            across="layer",
-        ),
+        _similarity(rows),
         _clusters(rows),
         _training(rows),
         _checks(rows),
+        _choices_by_domain(subsets),
     ]
     return [table for table in made if table.rows]
+
+
+def _trained(rows: Sequence[Row]) -> Table:
+    return pivot(
+        where(rows, measure="loss", stage="trained"),
+        title="From scratch on the same tokens",
+        note="Held-out loss in nats per token after training, with all experts.",
+        down=("model",),
+        across="domain",
+        mean="mean",
+    )
+
+
+def _choices(subsets: Sequence[Row]) -> Table:
+    return pivot(
+        [row for row in subsets if row["share"] != _FULL],
+        title="Each method and number of calibration documents",
+        note="Held-out loss with the experts chosen for a domain, mean over the domains. Columns: share kept.",
+        down=("model", "method", "documents"),
+        across="share",
+    )
+
+
+def _choices_by_domain(subsets: Sequence[Row]) -> Table:
+    return pivot(
+        [row for row in subsets if row["share"] != _FULL],
+        title="Each method, number of documents and domain",
+        note="The same by domain.",
+        down=("model", "share", "method", "documents"),
+        across="domain",
+    )
+
+
+def _tuned(rows: Sequence[Row]) -> Table:
+    return pivot(
+        where(rows, measure="loss", stage="tuned"),
+        title="After fine-tuning on one domain",
+        note="Held-out loss of that domain; experts chosen by router on 5 documents, share 1.0 is the full model.",
+        down=("model", "share"),
+        across="domain",
+        mean="mean",
+    )
+
+
+def _similarity(rows: Sequence[Row]) -> Table:
+    return pivot(
+        where(rows, measure="domain_similarity"),
+        title="Do domains use different experts?",
+        note="Cosine of the domains' mean router probabilities, mean over pairs of domains. Columns: MoE layer.",
+        down=("model",),
+        across="layer",
+    )
 
 
 def router_on_5(subsets: Sequence[Row]) -> list[Row]:
