@@ -74,8 +74,6 @@ class EmoScale:
     documents: tuple[int, ...] = (1, 5, 100)
     """Numbers of calibration documents."""
     methods: tuple[Method, ...] = METHODS
-    calibration_tokens: int = 512
-    """First tokens of a calibration document that are used."""
     inspect_tokens: int = 60_000
     """Tokens of training text whose routing is clustered."""
     clusters: int = 32

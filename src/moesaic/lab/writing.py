@@ -15,6 +15,9 @@ from moesaic.training.recipe import TrainRecipe
 PREPARE = "prepare"
 """Name of the first step: data and tokenizer."""
 TOKENIZER = "data/tokenizer"
+STAGE_SEED = 1000
+"""Added to the seed of the data once or several times in later stages, so that none begins with what another has seen:
+documents come in an order that is a function of the seed and the number of their source."""
 
 
 def domains_of(data: str | None) -> tuple[str, ...]:

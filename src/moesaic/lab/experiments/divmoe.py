@@ -1,6 +1,7 @@
 """DivMoE (sections 3 and 4, appendices C to H): one dense base, four specialists, and every way to make an MoE of them.
 
 All models of the joint stage have the same active size, tokens, optimizer and steps, and all MoEs the same total size.
+What does not come from the specialists starts from the base trained on as many more tokens as all of them together.
 Coarse methods therefore use one whole FFN of N, with a softmax over all experts (over one it would be 1 and the router
 would learn nothing); fine ones use M shards of N*M, with a softmax over the selected.
 """
@@ -13,10 +14,12 @@ from moesaic.lab.plan import REPORT, Plan, Step
 from moesaic.lab.rows import ROWS
 from moesaic.lab.scale import DivmoeMethod, DivmoeScale, Scale, TrainScale
 from moesaic.lab.writing import (
+    STAGE_SEED,
     Run,
     dense_config,
     domains_of,
     prepare_step,
+    steps_of,
     task_command,
     task_file,
     train_step,
@@ -73,13 +76,16 @@ def _steps_of_seed(divmoe: DivmoeScale, domains: Sequence[str], seed: int, *, wi
     base, specialists = dense_stages(divmoe, domains, seed)
     yield train_step(base)
     yield train_step(*specialists.values(), name=f"specialists-{seed}", needs=(base.name,))
-    runs = [_second_stage(divmoe, "dense", base.folder, domains, seed)]
-    yield train_step(runs[0], needs=(base.name,))
+    longer = _longer_base(divmoe, base, domains, seed)
+    yield train_step(longer, needs=(base.name,))
+    runs = [_second_stage(divmoe, "dense", longer.folder, domains, seed)]
+    yield train_step(runs[0], needs=(longer.name,))
     for method in divmoe.methods:
         upcycled = f"upcycled/{method}-{seed}"
         runs.append(_second_stage(divmoe, method, upcycled, domains, seed))
-        command = upcycle_command(method, base, specialists, upcycled, seed)
-        step = train_step(runs[-1], needs=(f"specialists-{seed}",))
+        source = longer if method in _SINGLE_SOURCE else base
+        command = upcycle_command(method, source, specialists, upcycled, seed)
+        step = train_step(runs[-1], needs=(f"specialists-{seed}", longer.name))
         yield replace(step, commands=(command, *step.commands))
     if with_tasks:
         yield _accuracy([base, *runs], domains, seed, needs=[f"specialists-{seed}", *(run.name for run in runs)])
@@ -92,9 +98,18 @@ def dense_stages(divmoe: DivmoeScale, domains: Sequence[str], seed: int) -> tupl
     base = replace(base, labels={"model": "base", "stage": "dense"})
     specialists = {}
     for domain in domains:
-        run = _run(divmoe, f"specialist-{domain}-{seed}", base.folder, divmoe.specialist, [domain], domains, seed)
-        specialists[domain] = replace(run, labels={"model": f"specialist {domain}", "stage": "dense"})
+        name, stage = f"specialist-{domain}-{seed}", seed + _SPECIALIST * STAGE_SEED
+        run = _run(divmoe, name, base.folder, divmoe.specialist, [domain], domains, stage)
+        specialists[domain] = replace(run, labels={"model": f"specialist {domain}", "stage": "dense", "seed": seed})
     return base, specialists
+
+
+def _longer_base(divmoe: DivmoeScale, base: Run, domains: Sequence[str], seed: int) -> Run:
+    """The base on as many more tokens as the specialists have together."""
+    stage = divmoe.specialist
+    train = replace(stage, tokens=len(domains) * steps_of(stage) * stage.batch_tokens)
+    run = _run(divmoe, f"longer-{seed}", base.folder, train, domains, domains, seed + _LONGER * STAGE_SEED)
+    return replace(run, labels={"model": "base, trained longer", "stage": "dense", "seed": seed})
 
 
 def _run(
@@ -120,13 +135,13 @@ def _run(
 
 
 def _second_stage(divmoe: DivmoeScale, method: str, model: str, domains: Sequence[str], seed: int) -> Run:
-    run = _run(divmoe, f"{method}-{seed}", model, divmoe.train, domains, domains, seed + _SECOND_STAGE)
+    run = _run(divmoe, f"{method}-{seed}", model, divmoe.train, domains, domains, seed + STAGE_SEED)
     losses = {} if method == "dense" else _BALANCE
     return replace(run, labels={"model": method, "stage": "joint", "seed": seed}, more={"losses": losses})
 
 
-_SECOND_STAGE = 1000
-"""Added to the seed of the data, so that the joint stage does not begin with the documents of the base."""
+_SPECIALIST, _LONGER = 11, 12
+"""Stages, beside those of `life`."""
 
 
 def upcycle_command(

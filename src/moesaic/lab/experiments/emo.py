@@ -11,6 +11,7 @@ from moesaic.lab.rows import ROWS
 from moesaic.lab.scale import EmoScale, Scale
 from moesaic.lab.writing import (
     PREPARE,
+    STAGE_SEED,
     Run,
     dense_config,
     domains_of,
@@ -69,8 +70,8 @@ def _model(emo: EmoScale, name: str, domains: Sequence[str], seed: int) -> Run:
         shape=emo.model,
         sources=domains,
         measured=domains,
-        seed=seed,
-        labels={"model": name, "stage": "trained"},
+        seed=seed if model is not None else seed + STAGE_SEED,
+        labels={"model": name, "stage": "trained", "seed": seed},
         more=more,
     )
 
@@ -165,7 +166,7 @@ def _subsets(
         "shares": list(emo.shares),
         "documents": list(documents),
         "methods": list(methods),
-        "calibration_tokens": emo.calibration_tokens,
+        "calibration_tokens": emo.model.sequence_length,
         "seed": seed,
         "labels": {"model": name},
         "check_extracted": seed == 0,
@@ -206,8 +207,8 @@ def _tune(emo: EmoScale, name: str, run: Run, domains: Sequence[str], seed: int,
                     shape=emo.model,
                     sources=(domain,),
                     measured=(domain,),
-                    seed=seed,
-                    labels={"model": name, "stage": "tuned", "share": share},
+                    seed=seed + STAGE_SEED,
+                    labels={"model": name, "stage": "tuned", "share": share, "seed": seed},
                     more={"optimizer": _TO_ZERO},
                 )
             )

@@ -13,6 +13,7 @@ from moesaic.lab.experiments.expand_tables import tables
 from moesaic.lab.plan import REPORT, Plan, Step
 from moesaic.lab.scale import ExpandScale, Scale, TrainScale, Treatment
 from moesaic.lab.writing import (
+    STAGE_SEED,
     Run,
     dense_config,
     domains_of,
@@ -27,8 +28,6 @@ __all__ = ["NAME", "plan", "tables"]
 
 NAME = "expand"
 _GROWTH = 2
-_SECOND_HALF = 1000
-"""Added to the seed of the data after an expansion."""
 _RATIO_SHARE = 0.5
 """tau/T of the comparison over activation ratios."""
 _UTILITY_SEQUENCES = 8
@@ -150,7 +149,7 @@ class _Seed:
         optimizer = {"lr": self._rate(steps), "min_lr": 0.0, "warmup_steps": 0}
         sizes = {"from": experts, "experts": _GROWTH * experts, "top_k": self.scale.top_k}
         run = self._run(name, model, self.total - steps, optimizer, {**labels, **sizes, "share": share})
-        return replace(run, seed=self.seed + _SECOND_HALF, labels={**run.labels, "seed": self.seed})
+        return replace(run, seed=self.seed + STAGE_SEED, labels={**run.labels, "seed": self.seed})
 
     def _grown(self, before: Run, experts: int, share: float, treatments: Sequence[Treatment]) -> Step:
         """Grow one model in every way and train each on."""

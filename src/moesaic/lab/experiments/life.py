@@ -15,6 +15,7 @@ from moesaic.lab.plan import REPORT, Plan, Step
 from moesaic.lab.rows import ROWS
 from moesaic.lab.scale import DivmoeScale, LifeScale, Scale, TrainScale
 from moesaic.lab.writing import (
+    STAGE_SEED,
     Run,
     domains_of,
     prepare_step,
@@ -33,8 +34,6 @@ NAME = "life"
 _EXPERTS_PER_DOMAIN, _TOP_K = 2, 2
 _LOSSES = {"balance": {"coefficient": 0.02, "scope": "global"}, "router_z": 0.001}
 _TO_ZERO = {"schedule": "linear", "min_lr": 0.0, "warmup_steps": 0}
-_STAGE_SEED = 1000
-"""Added to the seed of the data with every stage, so that none begins with the documents of another."""
 
 
 def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
@@ -100,7 +99,7 @@ class _Life:
             shape=self.divmoe.model,
             sources=more.pop("sources", self.domains),
             measured=self.domains,
-            seed=self.seed + stage * _STAGE_SEED,
+            seed=self.seed + stage * STAGE_SEED,
             labels={"model": name, "seed": self.seed},
             more=more,
         )
@@ -135,7 +134,10 @@ class _Life:
         keep = f"{100 * self.life.keep:g}%"
         tuned = self._run("tuned", part, self.life.tune, 4, sources=[self.target], optimizer=_TO_ZERO)
         commands = (
-            *(("select", full, selection, "--data", train_file(self.target), "--keep", keep, "--examples", "20"),),
+            (
+                *("select", full, selection, "--data", train_file(self.target), "--keep", keep, "--examples", "20"),
+                *("--max-tokens", str(self.divmoe.model.sequence_length)),
+            ),
             ("extract", full, selection, part, "--overwrite", "--quiet"),
             tuned.command,
             ("merge-back", full, tuned.folder, self._folder("merged", "experts"), "--overwrite", "--quiet"),
