@@ -182,10 +182,36 @@ def test_an_expert_that_two_subsets_hold_is_named(tmp_path):
     full = save_tiny_moe(tmp_path / "full", "olmoe")
     for name, ids in (("a", [0, 3]), ("b", [3, 7])):
         extract(full, select(full, ids), tmp_path / name)
+        change(tmp_path / name, 1.0)
     merge_back(full, tmp_path / "a", tmp_path / "with_a")
     with pytest.raises(MoesaicError, match=r"expert 3 of layer 0, expert 3 of layer 1 were put back from .*a before"):
         merge_back(tmp_path / "with_a", tmp_path / "b", tmp_path / "both")
     merge_back(tmp_path / "with_a", tmp_path / "b", tmp_path / "both", average=0.5)
+
+
+def test_a_subset_of_a_merged_model_goes_back_to_it_and_to_what_it_becomes(tmp_path):
+    """Overwriting what was merged before the extraction is the point; what was merged since is refused."""
+    root = save_tiny_moe(tmp_path / "root", "olmoe")
+    extract(root, select(root, [0, 3]), tmp_path / "a")
+    change(tmp_path / "a", 1.0)
+    merged = tmp_path / "merged"
+    merge_back(root, tmp_path / "a", merged)
+    for name, ids, amount in (("again", [3, 5], 2.0), ("other", [6, 7], 4.0), ("same", [5, 6], 8.0)):
+        extract(merged, select(merged, ids), tmp_path / name)
+        change(tmp_path / name, amount)
+    merge_back(merged, tmp_path / "again", tmp_path / "two")
+    merge_back(tmp_path / "two", tmp_path / "other", tmp_path / "three")
+    key = "model.layers.1.mlp.experts.down_proj"
+    expected = load(root).state_dict()[key].clone()
+    expected[[0, 3]] += 1.0
+    expected[[3, 5]] += 2.0
+    expected[[6, 7]] += 4.0
+    assert torch.equal(load(tmp_path / "three").state_dict()[key], expected)
+    with pytest.raises(MoesaicError, match=r"expert 5 of layer 0, .* put back from .*again before"):
+        merge_back(tmp_path / "three", tmp_path / "same", tmp_path / "four")
+    extract(root, select(root, [0, 1]), tmp_path / "b")
+    with pytest.raises(MoesaicError, match=r"expert 0 of layer 0, .* put back from .*a before"):
+        merge_back(tmp_path / "three", tmp_path / "b", tmp_path / "four")
 
 
 def test_a_subset_of_a_subset_goes_back_to_either(tmp_path):

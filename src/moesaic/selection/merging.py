@@ -111,12 +111,14 @@ def plan_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[Rewrite, 
     full, subset = open_checkpoint(recipe.full), open_checkpoint(recipe.subset)
     full_model, subset_model = detect_moe(full), detect_moe(subset)
     identity = describe(full, full_model)
-    root, earlier = _earlier_merges(full, identity)
-    ids = _ids_in(root, subset, subset_model)
-    _refuse_conflicts(recipe, earlier, ids, identity)
+    bases = _bases(full, identity)
+    since, ids = _place(bases, subset, subset_model)
+    _refuse_conflicts(recipe, since, ids, identity)
     merge = Merge(full=full, subset=subset, average=recipe.average)
     tensors, work = merged_tensors(merge, full_model, subset_model, ids, recipe.parts)
-    merged = [*earlier, {"name": subset.name, "ids": [list(row) for row in ids], "parts": list(recipe.parts)}]
+    root = bases[-1]
+    mine = {"name": subset.name, "ids": [list(row) for row in ids], "parts": list(recipe.parts)}
+    merged = [*root.since, {**mine, "into": identity.to_json()}]
     record = read_provenance(full.path) or {}
     command = ["moesaic", "merge-back", recipe.full, recipe.subset, str(out)]
     plan = Rewrite(
@@ -135,7 +137,7 @@ def plan_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[Rewrite, 
             facts={"Experts put back": sum(map(len, ids)), "Also put back": ", ".join(recipe.parts) or "nothing"},
         ),
         record={
-            "merged": {"into": root.to_json(), "subsets": merged},
+            "merged": {"into": root.model.to_json(), "subsets": merged},
             **{key: record[key] for key in _OF_THE_FULL_MODEL if record.get(key)},
         },
         allow_nonfinite=recipe.allow_nonfinite,
@@ -151,32 +153,47 @@ def _check(recipe: MergeBackRecipe) -> None:
         raise MoesaicError(f"--average {recipe.average}: must be from 0 (full) to 1 (subset)")
 
 
-def _earlier_merges(full: Checkpoint, identity: SourceModel) -> tuple[SourceModel, list[dict[str, Any]]]:
-    """The model that subsets name as their parent, and what was merged back into it before."""
+@dataclass(frozen=True, kw_only=True)
+class _Base:
+    """A model that a subset may come from: the one given, or one that it was made from by merging back."""
+
+    model: SourceModel
+    since: tuple[Mapping[str, Any], ...]
+    """What was put back into it since: these places conflict, those that were put back before are its own."""
+
+
+def _bases(full: Checkpoint, identity: SourceModel) -> list[_Base]:
+    """The full model itself, then every model before a merge, the first of all last."""
+    bases = [_Base(model=identity, since=())]
     record = read_provenance(full.path) or {}
     merged = record.get("merged")
     if record.get("verb") != "merge-back" or not isinstance(merged, dict):
-        return identity, []
-    return source_from_json(merged.get("into"), str(full.path / "moesaic.json")), list(merged.get("subsets", []))
+        return bases
+    where, subsets = str(full.path / "moesaic.json"), tuple(merged.get("subsets", []))
+    for number in range(len(subsets) - 1, 0, -1):
+        if "into" in subsets[number]:
+            bases.append(_Base(model=source_from_json(subsets[number]["into"], where), since=subsets[number:]))
+    return [*bases, _Base(model=source_from_json(merged.get("into"), where), since=subsets)]
 
 
-def _ids_in(root: SourceModel, subset: Checkpoint, model: MoEModel) -> Ids:
-    """The ids that the subset's experts have in the full model."""
+def _place(bases: Sequence[_Base], subset: Checkpoint, model: MoEModel) -> tuple[tuple[Mapping[str, Any], ...], Ids]:
+    """What conflicts with the subset, and the ids that its experts have in the full model."""
     lineage = find_lineage(subset)
     if lineage is None:
         raise MoesaicError(
             f"{subset.name}: its moesaic.json does not say what it was extracted from; give a folder that "
             "`moesaic extract` wrote, or one trained from it"
         )
-    for ancestor, ids in lineage.ancestors:
-        if (ancestor.sample_hash, ancestor.layers) == (root.sample_hash, root.layers):
-            if {len(row) for row in ids} != {model.num_experts}:
-                raise MoesaicError(
-                    f"{subset.name}: has {model.num_experts} experts per layer, but {len(ids[0])} were extracted; only "
-                    "subsets with the experts that were extracted can be put back"
-                )
-            return ids
-    parent = lineage.ancestors[0][0]
+    for base in bases:
+        for ancestor, ids in lineage.ancestors:
+            if (ancestor.sample_hash, ancestor.layers) == (base.model.sample_hash, base.model.layers):
+                if {len(row) for row in ids} != {model.num_experts}:
+                    raise MoesaicError(
+                        f"{subset.name}: has {model.num_experts} experts per layer, but {len(ids[0])} were extracted; "
+                        "only subsets with the experts that were extracted can be put back"
+                    )
+                return base.since, ids
+    parent, root = lineage.ancestors[0][0], bases[-1].model
     raise MoesaicError(
         f"{subset.name}: was extracted from {parent.name} (hash {parent.sample_hash[:12]}), not from {root.name} "
         f"(hash {root.sample_hash[:12]}); give its own parent"
