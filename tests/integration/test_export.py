@@ -259,6 +259,45 @@ def test_a_rule_that_training_recorded_is_not_lost_in_silence(tmp_path):
         moesaic.export(source, tmp_path / "ours", to="moesaic")
 
 
+def record_rule(folder, selection_bias=None, **rule):
+    record = {"format": "moesaic/1", "routing": {"rule": rule, "selection_bias": selection_bias}}
+    (folder / "moesaic.json").write_text(json.dumps(record))
+
+
+def test_top_k_that_training_recorded_goes_before_the_groups_of_the_config(tmp_path):
+    source = save_ours(tmp_path / "moe", "llama", **DIVMOE)
+    by_groups = logits(source)
+    record_rule(source, rule="topk")
+    assert moesaic.export(source, tmp_path / "out").family == "mixtral"
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(source), atol=1e-5, rtol=0)
+    assert not torch.allclose(logits(source), by_groups, atol=1e-3)
+    notices = moesaic.export(source, tmp_path / "same", to="moesaic").notices
+    assert "plain top-k: the rule is in moesaic.json" in notices[0]
+    assert "would route by config.json (one expert per group)" in notices[0]
+    record_rule(source, rule="one_per_group")
+    assert not moesaic.export(source, tmp_path / "groups", to="moesaic").notices
+
+
+def test_groups_that_training_recorded_for_a_native_model_are_not_lost_in_silence(tmp_path):
+    source = save_tiny_moe(tmp_path / "m", "qwen3_moe")
+    record_rule(source, rule="one_per_group", expert_groups=[0, 0, 1, 1, 2, 2, 3, 3])
+    with pytest.raises(MoesaicError, match=r"not exactly moesaic \(routing: one expert per group, not plain"):
+        moesaic.export(source, tmp_path / "ours", to="moesaic")
+    assert "one expert per group" in moesaic.export(source, tmp_path / "fused", layout="fused").notices[0]
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen2_moe", "granitemoeshared"])
+def test_pools_are_no_obstacle_for_gguf_but_a_bias_is(tmp_path, family):
+    (tmp_path / "convert_hf_to_gguf.py").touch()
+    source = save_tokenizer(save_tiny_moe(tmp_path / "m", family, rms_norm_eps=1e-5))
+    recipe = ExportRecipe(checkpoint=str(source), to="gguf")
+    record_rule(source, rule="document_pool", pool_size=[2, 8])
+    assert plan_gguf(recipe, tmp_path).native.family == family
+    record_rule(source, rule="topk", selection_bias=[[0.1] * 8] * 2)
+    with pytest.raises(MoesaicError, match=r"selection bias that moesaic\.json records: llama\.cpp would route"):
+        plan_gguf(recipe, tmp_path)
+
+
 GGUF_REFUSED = [
     ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob: false, where llama.cpp computes true"),
     ("qwen2_moe", {"norm_topk_prob": True}, "norm_topk_prob: true, where llama.cpp computes false"),

@@ -16,7 +16,7 @@ from moesaic.exporting.layouts import Expert, Spelling, expert_tensors, layouts_
 from moesaic.exporting.natives import EMPTY_SHARED_WIDTH, NATIVE, NativeFamily
 from moesaic.exporting.parts import LayerParts, gate_up, layer_parts
 from moesaic.exporting.rows import Rows, read, tensor
-from moesaic.exporting.rules import Facts, describe
+from moesaic.exporting.rules import PLAIN_TOP_K, Facts, describe
 from moesaic.exporting.view import View
 from moesaic.families.moe import MoEModel
 
@@ -186,5 +186,5 @@ def refusal(name: str, facts: Facts, failures: dict[str, dict[str, str]]) -> Moe
     """Every rule that failed, in one line."""
     if len(failures) == 1:
         return MoesaicError(f"{name} is not exactly {describe(facts, failures)}")
-    ways = "" if facts["routing"] == "plain top-k" else "; serve it with its own code (docs/serving.md)"
+    ways = "" if facts["routing"] == PLAIN_TOP_K else "; serve it with its own code (docs/serving.md)"
     return MoesaicError(f"{name} is exactly none of the native families: {describe(facts, failures)}{ways}")

@@ -21,9 +21,10 @@ from moesaic.errors import MoesaicError
 from moesaic.exporting.assemble import refusal
 from moesaic.exporting.gguf_rules import GGUF
 from moesaic.exporting.natives import NATIVE
-from moesaic.exporting.plan import ExportPlan, facts_for, plan_export
+from moesaic.exporting.plan import ExportPlan, facts_for, plan_export, recorded_routing
 from moesaic.exporting.recipe import ExportRecipe
 from moesaic.exporting.result import ExportResult, LogitCheck
+from moesaic.exporting.rules import PLAIN_TOP_K
 from moesaic.exporting.view import converts
 from moesaic.families.moe_table import MOE_FAMILIES
 from moesaic.progress import notice, warn
@@ -125,8 +126,10 @@ def _main_dtype(plan: ExportPlan) -> str:
 def _native_plan(recipe: ExportRecipe, checkpoint: Checkpoint) -> ExportPlan:
     model_type = str(checkpoint.config.get("model_type"))
     plain = replace(recipe, to="auto", layout="family", dtype=None)
-    recorded = (read_provenance(checkpoint.path) or {}).get("routing")
-    if model_type in MOE_FAMILIES and not recorded:
+    if model_type in MOE_FAMILIES:
+        recorded = recorded_routing((read_provenance(checkpoint.path) or {}).get("routing"))
+        if (routing := recorded.get("routing", PLAIN_TOP_K)) != PLAIN_TOP_K:
+            raise MoesaicError(f"{checkpoint.name}: {routing}: llama.cpp would route by plain top-k; serve it as it is")
         failures = GGUF[model_type].failures(checkpoint.config)
         if not failures:
             return _for_llama_cpp(plan_export(plain))

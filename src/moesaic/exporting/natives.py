@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moesaic.exporting.rules import PLAIN_LAYERS, Facts, failed_rules
+from moesaic.exporting.rules import PLAIN_LAYERS, PLAIN_TOP_K, Facts, failed_rules
 
 Config = Mapping[str, Any]
 Value = Callable[[Config], Any]
@@ -62,7 +62,7 @@ COMMON_KEYS = (
 _SELECTED, _ALL = "softmax over selected", "softmax over all"
 _EVERY = {
     "architecture": _only(PLAIN_LAYERS),
-    "routing": _only("plain top-k"),
+    "routing": _only(PLAIN_TOP_K),
     "expert_bias": _only("none"),
     "weighting": _only(_SELECTED, _ALL),
 }

@@ -19,10 +19,12 @@ from moesaic.exporting.natives import native_config
 from moesaic.exporting.parts import layer_parts
 from moesaic.exporting.recipe import TARGETS, ExportRecipe
 from moesaic.exporting.rows import Rows, read
-from moesaic.exporting.rules import facts_of
+from moesaic.exporting.rules import ONE_PER_GROUP, PLAIN_TOP_K, config_routing, facts_of
 from moesaic.exporting.view import OURS, View, view_of
 from moesaic.families.moe import MoEModel, detect_moe
 from moesaic.families.moe_table import MOE_FAMILIES
+from moesaic.recipe import load_recipe
+from moesaic.routing.config import RuleConfig
 
 _FAMILIES = (*MOE_FAMILIES,)
 
@@ -123,12 +125,12 @@ def _relaid(recipe: ExportRecipe, checkpoint: Checkpoint, why: str, routing: Map
 
 def _converted(recipe: ExportRecipe, checkpoint: Checkpoint, routing: Mapping[str, Any] | None) -> ExportPlan:
     view = view_of(checkpoint)
-    facts = facts_of(view) | _recorded_routing(routing)
+    facts = facts_of(view) | recorded_routing(routing)
     notices: list[str] = []
     if recipe.to == "moesaic":
         family, why = str(view.config["model_type"]), "our architecture on the dense model that its layers are made of"
-        if facts["routing"] not in ("plain top-k", "one expert per group"):
-            raise refusal(checkpoint.name, facts, {"moesaic": {"routing": "something that a config can say"}})
+        if facts["routing"] != config_routing(view.config):
+            raise refusal(checkpoint.name, facts, {"moesaic": {"routing": config_routing(view.config)}})
         tensors, config = our_tensors(view), view.config
         if recipe.layout == "per-expert":
             raise MoesaicError("--layout per-expert: our architecture stores stacked experts only; use family")
@@ -157,7 +159,7 @@ def _converted(recipe: ExportRecipe, checkpoint: Checkpoint, routing: Mapping[st
 def facts_for(checkpoint: Checkpoint) -> dict[str, str]:
     """The facts that the rules look at, with the rule that training recorded."""
     view: View = view_of(checkpoint)
-    return facts_of(view) | _recorded_routing((read_provenance(checkpoint.path) or {}).get("routing"))
+    return facts_of(view) | recorded_routing((read_provenance(checkpoint.path) or {}).get("routing"))
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
@@ -167,22 +169,30 @@ def with_dtype(config: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype}
 
 
-def _recorded_routing(routing: Mapping[str, Any] | None) -> dict[str, str]:
-    """A rule in moesaic.json that holds at inference, too; pools do not."""
+_AT_INFERENCE = {"topk": PLAIN_TOP_K, "document_pool": PLAIN_TOP_K, "one_per_group": ONE_PER_GROUP}
+"""What a rule that training recorded computes outside of training: it goes before the config; pools are gone."""
+
+
+def recorded_routing(routing: Mapping[str, Any] | None) -> dict[str, str]:
+    """The fact "routing" by the entry of moesaic.json; empty where the model's own rule, that of the config, holds."""
     if routing is None:
         return {}
     if routing.get("selection_bias") is not None:
         return {"routing": "top-k with the selection bias that moesaic.json records"}
-    return {"routing": "one expert per group"} if routing["rule"].get("rule") == "one_per_group" else {}
+    rule = load_recipe(RuleConfig, routing["rule"]).rule
+    return {} if rule is None else {"routing": _AT_INFERENCE[rule]}
 
 
 def _recorded(checkpoint: Checkpoint, routing: Mapping[str, Any]) -> str:
-    what = _recorded_routing(routing)
-    if not what:
+    own = config_routing(checkpoint.config)
+    what = recorded_routing(routing).get("routing", own)
+    # Groups or group scores in the record may be others than those of the config.
+    more = any(routing["rule"].get(key) is not None for key in ("expert_groups", "group_score"))
+    if what == own and not more:
         return ""
     return (
-        f"{checkpoint.name}: {what['routing']}: the rule is in moesaic.json, where only moesaic reads it; other "
-        "engines would route by plain top-k"
+        f"{checkpoint.name}: {what}: the rule is in moesaic.json, where only moesaic reads it; other engines would "
+        f"route by config.json ({own})"
     )
 
 

@@ -34,6 +34,9 @@ PLAIN = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "granite")
 
 PLAIN_LAYERS = "plain decoder layers"
 
+PLAIN_TOP_K, ONE_PER_GROUP = "plain top-k", "one expert per group"
+"""Words of the fact "routing"."""
+
 SPECIAL: Mapping[str, str] = {
     "gemma": "Gemma's norms scale by 1 + weight and its embeddings are scaled",
     "gemma2": "Gemma's norms scale by 1 + weight, its embeddings are scaled and its logits capped",
@@ -78,7 +81,7 @@ def facts_of(view: View) -> dict[str, str]:
         "attention_bias": _attention_bias(shapes),
         "expert_bias": "yes" if config["expert_mlp_bias"] else "none",
         "head_size": _head_size(config),
-        "routing": "plain top-k" if config["routing_rule"] == "topk" else "one expert per group",
+        "routing": config_routing(config),
         "weighting": _WEIGHTINGS[config["routing_weighting"]],
         "shared": "with weight 1" if shared else "none",
         "dense_layers": "some" if dense else "none",
@@ -88,6 +91,11 @@ def facts_of(view: View) -> dict[str, str]:
         "tied": "tied to the embedding" if config.get("tie_word_embeddings") else "of its own",
         "activation": str(config.get("hidden_act")),
     }
+
+
+def config_routing(config: Mapping[str, Any]) -> str:
+    """The fact "routing" as config.json says it; configs of native families know nothing but top-k."""
+    return ONE_PER_GROUP if config.get("routing_rule") == "one_per_group" else PLAIN_TOP_K
 
 
 _WEIGHTINGS = {
