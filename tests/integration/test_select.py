@@ -13,6 +13,7 @@ from moesaic.errors import MoesaicError
 from moesaic.families.moe import detect_moe
 from moesaic.loading import load
 from moesaic.selection import streaming
+from moesaic.selection.calibration import in_split
 from moesaic.selection.capture import capture
 from moesaic.selection.extraction import extract
 from moesaic.selection.selecting import select
@@ -244,6 +245,45 @@ def test_refusals(tmp_path, moe, options, message):
     with pytest.raises(MoesaicError, match=message):
         select(moe, tmp_path / "out.json", **({"keep": 4, "data": tmp_path / "math.jsonl"} | options))
     assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"out": "folder"}, "folder: is a folder; name a file"),
+        ({"out": "file/s.json"}, r"s\.json: .*/file is a file, not a folder"),
+        ({"out": "s.json", "stats_out": "folder"}, "folder: is a folder; name a file"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_pass(tmp_path, moe, options, message, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("moesaic.selection.capture.capture", lambda *_args, **_options: pytest.fail("scored"))
+    targets = {name: tmp_path / value for name, value in options.items()}
+    with pytest.raises(MoesaicError, match=message):
+        select(moe, keep=4, data=tmp_path / "math.jsonl", **targets)
+    assert not (tmp_path / "s.json").exists()
+
+
+def test_a_category_without_a_record_in_the_split_is_refused_before_the_first_is_scored(tmp_path, moe, capsys):
+    rows = [{"text": f"one two {i}", "subject": "rare" if i == 19 else "common"} for i in range(20)]
+    (tmp_path / "mc.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert not in_split(19, share=0.3, seed=0)
+    arguments = ["select", moe, tmp_path / "by", "--data", tmp_path / "mc.jsonl", "--by", "subject", "--keep", "4"]
+    status, _, err = run(*arguments, "--split", "0.3", capsys=capsys)
+    assert status == 2
+    assert "is empty: no record with subject = rare in the share of --split 0.3 has any text" in err
+    assert not (tmp_path / "by").exists()
+
+
+def test_texts_are_cut_where_the_model_s_training_ended(tmp_path, capsys):
+    folder = save_tokenizer(save_tiny_moe(tmp_path / "short", "qwen3_moe", max_position_embeddings=16))
+    (tmp_path / "long.txt").write_text("abc " * 50)
+    options = {"keep": 4, "data": tmp_path / "long.txt", "quiet": False}
+    assert select(folder, **options).details["domains"] == {"long": 16}
+    assert "at least 16 tokens, the most that the model was trained for" in capsys.readouterr().err
+    assert select(folder, **options, max_tokens=9).details["domains"] == {"long": 9}
+    assert "at least 9 tokens: only these count" in capsys.readouterr().err
 
 
 def test_data_that_is_all_padding_or_empty_is_refused(tmp_path, moe):

@@ -112,6 +112,18 @@ def write_file(path: Path, text: str | bytes) -> None:
             aside.unlink(missing_ok=True)
 
 
+def check_file(path: str | Path) -> None:
+    """Refuse (MoesaicError) what `write_file` would refuse, for results that take long to compute."""
+    path = Path(path).absolute()
+    if path.is_dir():
+        raise MoesaicError(f"{path}: is a folder; name a file")
+    nearest = next(folder for folder in path.parents if os.path.lexists(folder))
+    if not nearest.is_dir():
+        raise MoesaicError(f"{path}: {nearest} is a file, not a folder; choose another target")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise io_error(path, PermissionError(errno.EACCES, ""))
+
+
 def exchange(first: Path, second: Path) -> bool:
     """Swap two paths in one step (renameat2 RENAME_EXCHANGE); False where kernel or file system cannot."""
     return _renameat2(first, second, 2)

@@ -1,17 +1,20 @@
 """`moesaic select`."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from moesaic.checkpoint.pio import check_file
 from moesaic.cli.options import Json, Quiet, Seed
 from moesaic.cli.output import print_result
 from moesaic.errors import MoesaicError
 from moesaic.selection.request import EasyEpVariant, Method
 
 if TYPE_CHECKING:
+    from moesaic.selection.calibration import Calibration
     from moesaic.selection.selection import Selection
 
 NAME = "select"
@@ -102,6 +105,7 @@ def command(
         )
     if by is not None and (data is None or stats or stats_out is not None):
         raise MoesaicError(f"--by {by}: takes --data, and no --stats or --stats-out")
+    from moesaic.selection.calibration import Calibration
     from moesaic.selection.selecting import select
 
     def run(target: str, only: tuple[str, str] | None) -> "Selection":
@@ -128,20 +132,26 @@ def command(
             quiet=quiet,
         )
 
-    _print(_each(run, out, data, by), json=json, quiet=quiet)
+    if by is None or data is None:
+        made = {out: run(out, None)}
+    else:
+        drawn = Calibration(path=data, template=template, examples=examples, shots=shots, split=split, seed=seed)
+        made = _each(run, out, drawn, by)
+    _print(made, json=json, quiet=quiet)
 
 
 def _each(
-    run: "Callable[[str, tuple[str, str] | None], Selection]", out: str, data: str | None, by: str | None
+    run: "Callable[[str, tuple[str, str] | None], Selection]", out: str, drawn: "Calibration", by: str
 ) -> "dict[str, Selection]":
-    """One selection, or one for each value of a field: file -> selection."""
-    if by is None or data is None:
-        return {out: run(out, None)}
-    from moesaic.selection.calibration import categories
+    """One selection for each value of a field: file -> selection. All that can be refused is, before the first."""
+    from moesaic.selection.calibration import calibration_texts, categories
 
-    targets = {value: str(Path(out) / f"{_file_name(value)}.json") for value in categories(data, by)}
+    targets = {value: str(Path(out) / f"{_file_name(value)}.json") for value in categories(drawn.path, by)}
     if len(set(targets.values())) < len(targets):
         raise MoesaicError(f"--by {by}: two of its values give the same file name; use another field")
+    for value, target in targets.items():
+        check_file(target)
+        calibration_texts(replace(drawn, only=(by, value)))
     return {target: run(target, (by, value)) for value, target in targets.items()}
 
 

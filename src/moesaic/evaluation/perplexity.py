@@ -21,6 +21,7 @@ from moesaic.data.readers import read_records
 from moesaic.data.recipe import SourceRecipe
 from moesaic.errors import MoesaicError
 from moesaic.evaluation.local import DataMissingError
+from moesaic.families.context import trained_context
 from moesaic.progress import progress
 from moesaic.routing.cross_entropy import IGNORED, token_losses
 from moesaic.training.validate import ratio_with_error
@@ -226,5 +227,4 @@ def _losses(model: Any, batch: Sequence[tuple[int, list[int], list[int]]]) -> Te
 
 
 def _window(model: Any) -> int:
-    reach = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(WINDOW, reach) if reach else WINDOW
+    return min(WINDOW, trained_context(model.config) or WINDOW)

@@ -79,6 +79,7 @@ def calibration_texts(calibration: Calibration, *, quiet: bool = True) -> list[s
     chosen = sorted(rows) if calibration.examples is None else heapq.nsmallest(calibration.examples, rows)
     if not chosen:
         where = "" if calibration.only is None else f" with {calibration.only[0]} = {calibration.only[1]}"
+        where += "" if calibration.split is None else f" in the share of --split {calibration.split:g}"
         raise MoesaicError(f"{calibration.path}: the calibration set is empty: no record{where} has any text")
     return ["\n\n".join([*(row.text for row in last), row.text]) for row in chosen]
 

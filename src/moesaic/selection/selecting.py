@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from moesaic.checkpoint.pio import check_file
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.errors import MoesaicError
+from moesaic.families.context import trained_context
 from moesaic.families.moe import MoEModel, detect_moe
 from moesaic.progress import notice
 from moesaic.selection.calibration import Calibration, calibration_texts, domain_of, encode_texts
@@ -69,13 +71,14 @@ def select(
         only: (field, value) of the records to use.
         domain: name of the data; default: the file's name up to its first dot.
         top_k: active experts of the result; needed where fewer than the model's are kept.
-        max_tokens: first tokens of each text that are used.
+        max_tokens: first tokens of each text that are used; never more than the model was trained for.
         batch_size: texts at once; changes nothing beyond rounding.
         seed: of the sample, and of `random`.
         quiet: print no progress and no notices.
 
     Raises:
-        MoesaicError: what cannot be kept, an empty calibration set, statistics of another model, no tokenizer.
+        MoesaicError: what cannot be kept, an empty calibration set, statistics of another model, no tokenizer, a file
+            that cannot be written (before anything is scored).
     """
     request = SelectRequest(
         keep=keep,
@@ -93,6 +96,9 @@ def select(
             path=str(data), template=template, examples=examples, shots=shots, split=split, only=only, seed=seed
         )
     _check(request, calibration, stats, stats_out)
+    for target in (out, stats_out):
+        if target is not None:
+            check_file(target)
     opened = open_checkpoint(checkpoint)
     model = detect_moe(opened)
     source = describe(opened, model)
@@ -189,22 +195,8 @@ def _measure(
     quiet: bool,
 ) -> ExpertStatistics:
     texts = calibration_texts(calibration, quiet=quiet)
-    # After everything that can be refused without torch.
-    from moesaic.loading import load_tokenizer
+    sequences = _encode(texts, request.max_tokens, calibration.path, checkpoint, quiet)
     from moesaic.selection.capture import capture
-
-    sequences = encode_texts(
-        texts,
-        load_tokenizer(checkpoint.path),
-        max_tokens=request.max_tokens,
-        vocab_size=int(checkpoint.config["vocab_size"]),
-        name=calibration.path,
-    )
-    cut = sum(len(ids) == request.max_tokens for ids in sequences)
-    if cut:
-        notice(
-            f"{cut} of {len(sequences)} texts have at least {request.max_tokens} tokens: only these count", quiet=quiet
-        )
 
     def kept(layer: ExpertStatistics) -> tuple[int, ...]:
         return best_experts(_scores(request, layer.source, [layer], calibration.seed)[0], keep, source.num_groups)
@@ -220,6 +212,26 @@ def _measure(
         top_k=request.top_k,
         quiet=quiet,
     )
+
+
+def _encode(texts: Sequence[str], max_tokens: int, name: str, checkpoint: Checkpoint, quiet: bool) -> list[list[int]]:
+    """Token ids of each text, cut to what is asked for and to what the model was trained for."""
+    # After everything that can be refused without torch.
+    from transformers import AutoConfig
+
+    from moesaic.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(checkpoint.path)
+    config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False, local_files_only=True)
+    reach = trained_context(config) or max_tokens
+    limit = min(max_tokens, reach)
+    sequences = encode_texts(
+        texts, tokenizer, max_tokens=limit, vocab_size=int(checkpoint.config["vocab_size"]), name=name
+    )
+    if cut := sum(len(ids) == limit for ids in sequences):
+        why = "" if limit == max_tokens else ", the most that the model was trained for (max_position_embeddings)"
+        notice(f"{cut} of {len(sequences)} texts have at least {limit} tokens{why}: only these count", quiet=quiet)
+    return sequences
 
 
 def _details(
