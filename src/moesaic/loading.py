@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moesaic.checkpoint.provenance import VOCABULARY_FILES, read_provenance, side_files
-from moesaic.checkpoint.source import open_checkpoint
+from moesaic.checkpoint.source import load_json, open_checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.families.moe_table import way_out
 from moesaic.progress import warn
@@ -45,7 +45,7 @@ def load(
 
     checkpoint = open_checkpoint(path)
     place, number_type = pick_device(device), pick_dtype(dtype)
-    _refuse_unknown_architecture(checkpoint.config, str(path))
+    refuse_unknown_architecture(checkpoint.config, str(path))
     # A mismatch of shapes would be an error of many lines; what was not loaded is looked at below instead.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         checkpoint.path,
@@ -111,7 +111,16 @@ def pick_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
     return _DTYPES[dtype] if isinstance(dtype, str) else dtype
 
 
-def _refuse_unknown_architecture(config: dict[str, Any], name: str) -> None:
+def load_config(folder: Path, name: str) -> Any:
+    """The transformers configuration of a folder, or a MoesaicError for an unknown type. No remote code runs."""
+    from transformers import AutoConfig
+
+    refuse_unknown_architecture(load_json(folder / "config.json"), name)
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def refuse_unknown_architecture(config: dict[str, Any], name: str) -> None:
+    """Raise MoesaicError where transformers has no causal language model for a configuration."""
     from transformers import __version__
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING

@@ -125,6 +125,47 @@ def test_uniform_copies_with_more_active_experts(plain, tmp_path):
     assert distance(tmp_path / "out", plain) < EXACT
 
 
+def record_routing(folder, rule=None, bias=None):
+    file = folder / "moesaic.json"
+    known = {"rule": None, "pool_size": None, "pool_draw": "document_and_layer", "expert_groups": None}
+    routing = {"rule": known | {"group_score": None} | (rule or {}), "selection_bias": bias}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"routing": routing}))
+
+
+def test_uniform_copies_are_exact_with_a_selection_bias(plain, tmp_path):
+    """It is added to probabilities, of which every copy has its share: so has the bias."""
+    record_routing(plain, bias=[[0.1, 0.0, -0.1, 0.05, 0.0, -0.05]])
+    biased = distance(plain, plain)
+    result = expand(plain, tmp_path / "out", experts=12, top_k=4, delta=0)
+    assert (result.statement.code, biased) == ("E1", 0)
+    assert distance(tmp_path / "out", plain) < EXACT
+    expand(plain, tmp_path / "uneven", experts=11, routing="one_per_copy_group", utility="weight_norm", delta=0)
+    assert distance(tmp_path / "uneven", plain) < 1e-6  # the bias is in fp32
+
+
+def test_nothing_is_promised_of_own_groups_with_a_selection_bias(divmoe, tmp_path):
+    record_routing(divmoe, bias=[[0.1, -0.1, 0.0, 0.0, 0.1, -0.1]] * 2)
+    result = expand(divmoe, tmp_path / "out", experts=10, delta=0)
+    assert result.statement.code == "none"
+    assert "selection bias" in result.statement.text
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "size", "expected"),
+    [(12, 4, [2, 6], [4, 12]), (12, 4, 3, 6), (8, 3, [2, 6], [3, 6]), (8, None, [2, 6], [2, 6])],
+)
+def test_recorded_pools_grow_so_that_the_model_loads(plain, tmp_path, experts, top_k, size, expected):
+    record_routing(plain, rule={"rule": "document_pool", "pool_size": size})
+    expand(plain, tmp_path / "out", experts=experts, top_k=top_k, utility="uniform")
+    assert json.loads((tmp_path / "out" / "moesaic.json").read_text())["routing"]["rule"]["pool_size"] == expected
+    load(tmp_path / "out")
+
+
+def test_settings_of_a_pass_over_text_that_does_not_happen_are_said(plain, tmp_path):
+    plan = expand(plain, tmp_path / "out", experts=8, utility_batches=3, dry_run=True).plan
+    assert any("--utility-batches: without effect" in notice for notice in plan.notices)
+
+
 def test_remote_code_comes_with_it(plain, tmp_path):
     expand(plain, tmp_path / "out", experts=8)
     assert (tmp_path / "out" / "modeling_moesaic.py").exists()

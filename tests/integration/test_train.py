@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic.errors import MoesaicError
@@ -149,6 +151,56 @@ def test_an_existing_run_is_refused_and_replaced_only_when_asked(tmp_path):
     with pytest.raises(MoesaicError, match="holds no run and no checkpoint"):
         run(recipe, tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "no run"
+
+
+def test_resume_removes_nothing_where_no_state_is(tmp_path):
+    recipe = tiny_recipe(tmp_path / "in", budget={"steps": 2})
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("no run")
+    with pytest.raises(MoesaicError, match="mine: has no run state to go on with and holds other files"):
+        run(recipe, tmp_path / "mine", resume=True)
+    with pytest.raises(MoesaicError, match="holds no run and no checkpoint"):
+        run(recipe, tmp_path / "mine", resume=True, overwrite=True)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "no run"
+    run(recipe, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "state")  # to save disk
+    with pytest.raises(MoesaicError, match="has no run state to go on with"):
+        run(recipe, tmp_path / "out", resume=True)
+    moesaic.load(tmp_path / "out")
+
+
+def test_a_result_that_was_half_moved_is_written_again(tmp_path):
+    recipe = tiny_recipe(tmp_path / "in", budget={"steps": 2})
+    run(recipe, tmp_path / "out")
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.suffix == ".json"}
+    for name in ("config.json", "tokenizer.json"):  # config.json comes last
+        (tmp_path / "out" / name).unlink()
+    assert run(recipe, tmp_path / "out", resume=True).loss is None
+    found = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.suffix == ".json"}
+    assert found.keys() == expected.keys()
+    assert found["config.json"] == expected["config.json"]
+    moesaic.load(tmp_path / "out")
+
+
+def test_a_source_that_changed_is_refused_on_resume(tmp_path):
+    recipe = tiny_recipe(tmp_path / "in", budget={"steps": 2})
+    run(recipe, tmp_path / "out")
+    with (tmp_path / "in" / "code.jsonl").open("a") as file:
+        file.write('{"text": "one more"}\n')
+    with pytest.raises(MoesaicError, match=r"code\.jsonl: its content or the tokenizer changed since this run started"):
+        run(recipe | {"budget": {"steps": 3}}, tmp_path / "out", resume=True)
+    moesaic.load(tmp_path / "out")
+
+
+def test_a_model_that_transformers_does_not_know_is_refused_before_its_code_or_data_is_looked_at(tmp_path):
+    folder = save_tiny(tmp_path / "foreign", "llama")
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "foreign"}
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "code.Config"}}))
+    (folder / "code.py").write_text("raise SystemExit('remote code ran')")
+    recipe = tiny_recipe(tmp_path / "in", model=str(folder))
+    (tmp_path / "in" / "math.jsonl").unlink()
+    with pytest.raises(MoesaicError, match=r"model_type 'foreign' in config\.json is unknown to transformers"):
+        run(recipe, tmp_path / "out")
 
 
 def test_overwrite_keeps_the_old_run_until_the_new_one_can_start(tmp_path):
@@ -301,6 +353,34 @@ def test_a_further_run_goes_on_with_the_selection_bias(tmp_path):
     records = [json.loads((tmp_path / out / "moesaic.json").read_text()) for out in ("first", "second")]
     assert records[0]["routing"]["selection_bias"] == records[1]["routing"]["selection_bias"]
     assert records[1]["sources"][0]["weights_hash"] == records[0]["weights_hash"]
+
+
+def test_a_rule_for_inference_holds_in_the_config_and_in_further_runs(tmp_path):
+    """The constraint is dropped once: engines that read config.json alone, and the next run, route as this one did."""
+    moe = MOE | {"routing": "one_per_group", "groups": 4}
+    recipe = tiny_recipe(tmp_path / "in", model={"family": "llama", "config": DENSE, "moe": moe}, budget={"steps": 2})
+    run(recipe, tmp_path / "grouped")
+    further = recipe | {"tokenizer": None, "model": str(tmp_path / "grouped"), "routing": {"rule": "topk"}}
+    run(further, tmp_path / "free")
+    config = json.loads((tmp_path / "free" / "config.json").read_text())
+    assert (config["routing_rule"], config["expert_groups"]) == ("topk", None)
+    run(further | {"model": str(tmp_path / "free"), "routing": {}}, tmp_path / "further")
+    assert json.loads((tmp_path / "further" / "config.json").read_text())["routing_rule"] == "topk"
+    tokens = torch.arange(3, 30)[None]
+    for name in ("free", "further"):
+        bare = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        torch.testing.assert_close(bare(tokens).logits, moesaic.load(tmp_path / name)(tokens).logits)
+
+
+def test_a_recorded_rule_of_a_native_family_holds_in_further_runs(tmp_path):
+    model = {"family": "qwen3_moe", "config": DENSE | MOE_FAMILIES["qwen3_moe"] | {"num_experts_per_tok": 2}}
+    grouped = {"rule": "one_per_group", "expert_groups": [0, 0, 1, 1, 2, 2, 3, 3]}
+    recipe = tiny_recipe(tmp_path / "in", model=model, routing=grouped, budget={"steps": 2})
+    run(recipe, tmp_path / "first")
+    run(recipe | {"model": str(tmp_path / "first"), "tokenizer": None, "routing": {}}, tmp_path / "second")
+    records = [json.loads((tmp_path / out / "moesaic.json").read_text())["routing"] for out in ("first", "second")]
+    assert records[0] == records[1]
+    assert records[0]["rule"]["rule"] == "one_per_group"
 
 
 def test_a_family_whose_documents_attend_to_each_other_is_refused(tmp_path):

@@ -266,19 +266,22 @@ def test_bf16_keeps_its_masters(tmp_path):
     assert moesaic.load(tmp_path / "out").dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe"])
-def test_native_families_stay_what_they_are_and_resume(tmp_path, family):
+@pytest.mark.parametrize(
+    ("family", "changes"), [("qwen3_moe", {}), ("granitemoe", {}), ("deepseek_v3", {"losses": {}})]
+)
+def test_native_families_stay_what_they_are_and_resume(tmp_path, family, changes):
     source = save_tokenizer(save_tiny_moe(tmp_path / "source", family, vocab_size=VOCABULARY))
-    expand = {"step": STEP, "experts": 11, "optimizer": "scale"}
-    values = grown_recipe(tmp_path / "in", expand, model=str(source), tokenizer=None)
+    experts = 12  # DeepSeek has 4 groups
+    expand = {"step": STEP, "experts": experts, "optimizer": "scale"}
+    values = grown_recipe(tmp_path / "in", expand, model=str(source), tokenizer=None, **changes)
     out = tmp_path / "out"
     run(values, out)
     made = load_file(out / "model.safetensors")
     model = moesaic.load(out)
-    assert (model.config.model_type, model.config.num_local_experts) == (family, 11)
+    assert (model.config.model_type, model.config.num_local_experts) == (family, experts)
     (record,) = lines(out, "expansion")
     assert json.loads((out / "moesaic.json").read_text())["experts"]["original"] == record["sources"]
-    assert sorted(made) == sorted(grown_names(source, 11))
+    assert sorted(made) == sorted(grown_names(source, experts))
 
     (out / "state" / "step-00000005" / "run.json").unlink()  # as if it had been killed after the expansion
     (out / "config.json").unlink()
@@ -329,6 +332,13 @@ def test_settings_that_contradict_the_rest_of_the_recipe(tmp_path):
         (
             "utility gradient_norm needs gradients, but optimizer.frozen freezes experts",
             {"optimizer": {"lr": 1e-2, "frozen": ["*.experts.*"]}},
+        ),
+        (
+            r"routing.pool_size: \[2, 3\] does not fit 4 active of 12 routed experts",
+            {
+                "expand": {"step": 3, "experts": 12, "top_k": 4},
+                "routing": {"rule": "document_pool", "pool_size": [2, 3]},
+            },
         ),
         ("'llama' is not an MoE family", {"model": {"family": "llama", "config": DENSE}, "losses": {}}),
     ):

@@ -54,7 +54,13 @@ def best(scores: list[float], size: int) -> list[int]:
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:size]
 
 
-def pools(logits_TE: Tensor, document_ids: list[int], sizes: list[int], bias: list[float] | None = None) -> list[set]:
+def pools(
+    logits_TE: Tensor,
+    document_ids: list[int],
+    sizes: list[int],
+    bias: list[float] | None = None,
+    weighting: str = "selected",
+) -> list[set]:
     """Each document's set of experts."""
     experts = logits_TE.shape[1]
     result = []
@@ -62,7 +68,7 @@ def pools(logits_TE: Tensor, document_ids: list[int], sizes: list[int], bias: li
         tokens = [t for t, d in enumerate(document_ids) if d == document]
         mean = [0.0] * experts
         for t in tokens:
-            for e, p in enumerate(softmax(list(logits_TE[t]))):
+            for e, p in enumerate(probabilities(list(logits_TE[t]), weighting)):
                 mean[e] += number(p) / len(tokens)
         if bias is not None:
             mean = [m + b for m, b in zip(mean, bias, strict=True)]

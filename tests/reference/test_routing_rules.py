@@ -112,7 +112,7 @@ def test_document_pool(weighting, top_k, pool, biased, seed):
     sizes = draw_pool_sizes(context, low, high, layer=3).tolist()
     assert all(low <= size <= high for size in sizes)
     numbers = None if bias is None else bias.tolist()
-    pools = naive.pools(logits, documents, sizes, numbers)
+    pools = naive.pools(logits, documents, sizes, numbers, weighting)
     allowed = [pools[d] if d >= 0 else set(range(EXPERTS)) for d in documents]
     assert decision.allowed_TE is not None
     assert [set(row.nonzero()[:, 0].tolist()) for row in decision.allowed_TE] == allowed

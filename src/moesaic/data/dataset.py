@@ -31,6 +31,7 @@ class PackedDataset:
         self.sequence_length = recipe.sequence_length
         self.sequences_per_step = sequences_per_step
         self._padding_id = data.padding_id
+        self._folders = data.sources
         self._caches = [open_cache(folder) for folder in data.sources]
         self._domain_ids = [self.domains.index(source.domain) for source in recipe.sources]
         self._streams = [
@@ -44,6 +45,11 @@ class PackedDataset:
         self.num_sequences = None if self._ends is None else sum(shares)
         self._schedule = Schedule(shares)
         self._layouts: OrderedDict[int, Layout] = OrderedDict()
+
+    @property
+    def cache_names(self) -> list[str]:
+        """What identifies the content of every source, and how it was tokenised."""
+        return [folder.name for folder in self._folders]
 
     @property
     def num_steps(self) -> int | None:

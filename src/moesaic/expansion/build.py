@@ -148,6 +148,9 @@ def _grown_routing(plan: ExpandPlan, sources: Sources) -> dict[str, Any]:
         return {}
     routing = cut_routing(plan.recorded, list(sources.values()))
     assert routing is not None
+    routing["rule"]["pool_size"] = _grown_pools(plan)
+    if plan.multiplied and plan.multiple and plan.recorded_bias is not None:  # probabilities are that much smaller
+        routing["selection_bias"] = [[value / plan.multiple for value in row] for row in routing["selection_bias"]]
     if plan.recorded_bias is not None and plan.recipe.delta > 0:
         for row, layer in zip(routing["selection_bias"], plan.model.layers, strict=True):
             if _noisy_role(plan, layer) == "recorded_bias":
@@ -155,6 +158,18 @@ def _grown_routing(plan: ExpandPlan, sources: Sources) -> dict[str, Any]:
                 noise = duplicate_noise(sources[layer.layer], (), plan.recipe.delta, stream)
                 row[:] = (torch.tensor(row, dtype=torch.float32) + noise).tolist()
     return {"routing": routing}
+
+
+def _grown_pools(plan: ExpandPlan) -> int | list[int] | None:
+    """Sizes of the document pools that a recorded rule draws: the same documents keep their experts and all copies of
+    them where every expert is copied and active as often; else the same sizes, but room for the active experts."""
+    assert plan.recorded is not None
+    size = plan.recorded["rule"]["pool_size"]
+    if size is None:
+        return None
+    times = (plan.multiple or 1) if plan.multiplied else 1
+    grown = [max(plan.top_k, times * one) for one in ([size] if isinstance(size, int) else size)]
+    return grown[0] if isinstance(size, int) else grown
 
 
 def _computed_router(plan: ExpandPlan, layer: int, tensor: ExpertTensor, sources: Sequence[int], noisy: bool) -> Tensor:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from moesaic.checkpoint.layout import parse_size
@@ -250,10 +250,19 @@ def _check_router_op(plan: ExpandPlan) -> None:
         )
 
 
+_PASS_OPTIONS = ("utility_batches", "batch_size", "sequence_length")
+"""Settings of the pass over calibration text."""
+
+
 def _notices(plan: ExpandPlan) -> list[str]:
     notices = []
     if plan.recipe.utility == "uniform" and plan.recipe.allocation != "greedy":
         notices.append(f"--allocation {plan.recipe.allocation} has no effect: uniform utilities go round robin")
+    defaults = {field.name: field.default for field in fields(ExpandRecipe)}
+    unused = [name for name in _PASS_OPTIONS if getattr(plan.recipe, name) != defaults[name]]
+    if unused and plan.recipe.utility in ("uniform", "weight_norm", None):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+        notices.append(f"{flags}: without effect, no text is read; --calibration gives utilities from gradients")
     extra = [layer.layer for layer in plan.model.layers if not runs(plan, layer)]
     if extra and plan.recipe.utility != "uniform":
         numbers = ", ".join(map(str, extra))

@@ -37,10 +37,12 @@ def statement(plan: ExpandPlan) -> Statement:
         return _nothing(f"nothing is preserved exactly: {' and '.join(changed)} makes duplicates that are no copies")
     if plan.exclusive:
         return Statement(code="E2", text=_exclusive(plan))
+    if plan.multiplied and not plan.grouped:
+        return Statement(code="E1", text=_multiplied(plan))
+    if any(any(row) for row in plan.recorded_bias or ()):
+        return _nothing(_biased(plan))
     if plan.grouped:
         return _grouped(plan)
-    if plan.multiplied:
-        return Statement(code="E1", text=_multiplied(plan))
     if plan.top_k == plan.model.top_k == 1 and plan.normalised and plan.groups == 1:
         text = "exact: one expert per token, with a constant weight, and whichever copy wins is the same expert"
         return Statement(code="E3", text=text + _noise(plan))
@@ -75,6 +77,14 @@ def _grouped(plan: ExpandPlan) -> Statement:
     return _nothing(
         f"nothing is preserved exactly: group score {config.get('group_score')} and weighting "
         f"{config.get('routing_weighting')} change when a group gets copies of some of its experts"
+    )
+
+
+def _biased(plan: ExpandPlan) -> str:
+    return (
+        "nothing is preserved exactly: training recorded a selection bias, which is added to probabilities, and those "
+        f"that copies of an expert share become smaller; exact are --routing one_per_copy_group, or uniform copies "
+        f"with --top-k times {_times(plan)}"
     )
 
 

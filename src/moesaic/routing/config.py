@@ -28,6 +28,8 @@ class RuleConfig:
     def __post_init__(self) -> None:
         if self.pool_size is not None and self.rule != "document_pool":
             raise MoesaicError(f"pool_size is only for rule: document_pool, not {self.rule or 'the model own rule'}")
+        if self.pool_draw != "document_and_layer" and self.rule != "document_pool":
+            raise MoesaicError(f"pool_draw is only for rule: document_pool, not {self.rule or 'the model own rule'}")
         if self.rule != "one_per_group" and (self.expert_groups is not None or self.group_score is not None):
             raise MoesaicError("expert_groups and group_score are only for rule: one_per_group")
 

@@ -17,7 +17,7 @@ from moesaic.errors import MoesaicError
 from moesaic.modeling.modeling_moesaic import group_members, route_one_per_group, route_topk
 from moesaic.routing.config import RuleConfig
 from moesaic.routing.draws import draw_integers, fold_key
-from moesaic.routing.routers import RouterSettings
+from moesaic.routing.routers import RouterSettings, Weighting
 from moesaic.routing.types import RoutingContext, RoutingDecision, mask_logits
 
 Allow = Callable[[Tensor, RoutingContext, int, Tensor | None], Tensor]
@@ -80,15 +80,17 @@ def document_pools(
     context: RoutingContext,
     sizes_N: Int64[Tensor, " documents"],
     bias_E: Float[Tensor, " experts"] | None = None,
+    weighting: Weighting = "selected",
 ) -> Bool[Tensor, "documents experts"]:
     """Return the experts of each document's pool (EMO, equation of section 3.2).
 
-    The mean over the document's tokens of the softmax over all routed experts; the `sizes_N` best, the lower id first
+    The mean over the document's tokens of the router's probabilities (softmax over all routed experts; of sigmoid
+    weights the sigmoids over their sum); the `sizes_N` best, the lower id first
     among equals. Padding is in no document. The whole document decides, so routing in training is not causal; no
     gradient flows through the choice. A selection bias counts here as it does in the selection: an expert outside every
     pool could not be helped by it otherwise.
     """
-    probability_TE = logits_TE.softmax(dim=-1)
+    probability_TE = _PROBABILITIES[weighting](logits_TE)
     sums_NE = probability_TE.new_zeros(context.num_documents + 1, logits_TE.shape[-1])
     sums_NE.index_add_(0, context.segments_T, probability_TE)
     mean_NE = sums_NE[:-1] / context.lengths_N[:, None]
@@ -162,7 +164,7 @@ def _document_pool(config: RuleConfig, settings: RouterSettings) -> Rule:
 
     def allow(logits_TE: Tensor, context: RoutingContext, layer: int, bias_E: Tensor | None) -> Tensor:
         sizes_N = draw_pool_sizes(context, low, high, layer=_DRAW_LAYERS[config.pool_draw](layer))
-        return token_pools(document_pools(logits_TE, context, sizes_N, bias_E), context)
+        return token_pools(document_pools(logits_TE, context, sizes_N, bias_E, settings.weighting), context)
 
     return Rule(select=_topk(config, settings).select, allow=allow)
 

@@ -2,17 +2,20 @@
 
 import fcntl
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.pio import explained
+from moesaic.data.recipe import DataRecipe
 from moesaic.errors import MoesaicError
 from moesaic.training.recipe import TrainRecipe
 
 RECIPE_FILE = "recipe.yaml"
 _LOCK = "lock"
+_EARLY = {RECIPE_FILE, "metrics.jsonl", "state"}
+"""What a run leaves that was stopped before its first state."""
 
 MAY_CHANGE = ("budget", "checkpoint", "validation", "parallel", "batch.micro_sequences", "compile", "expand")
 """Keys that may differ on `--resume`: they say how long, how often and on what, not what a step computes.
@@ -27,8 +30,7 @@ Of `expand`, what lies ahead may change; `growth_run.refuse_changed_expansions` 
 def locked_folder(out: Path, *, resume: bool, overwrite: bool) -> Iterator[None]:
     """Make OUT a folder that this run alone writes, or refuse; a new one that nothing came into goes again.
 
-    A folder that holds anything is refused unless `resume` (it goes on, or starts fresh where no state is) or
-    `overwrite`, which refuses what isn't the work of a run.
+    What it may hold: see `refuse_content`.
     """
     refuse_content(out, resume=resume, overwrite=overwrite)
     with explained(out):
@@ -47,13 +49,26 @@ def locked_folder(out: Path, *, resume: bool, overwrite: bool) -> Iterator[None]
 
 
 def refuse_content(out: Path, *, resume: bool, overwrite: bool) -> None:
-    """Refuse an OUT that is a file, or holds what neither flag lets go."""
+    """Refuse an OUT that is a file, or holds what neither flag lets go.
+
+    `resume` goes on from a state, or starts afresh over what a run leaves that was stopped before its first state.
+    """
     names = _content(out)
-    if names and not resume:
-        if not overwrite:
-            raise MoesaicError(f"{out}: is not empty; --resume goes on with a run, --overwrite starts it again")
-        if not names & {RECIPE_FILE, "config.json"}:
-            raise MoesaicError(f"{out}: holds no run and no checkpoint, so --overwrite does not remove it")
+    if not names or (resume and (_has_state(out) or names <= _EARLY)):
+        return
+    if not overwrite:
+        if resume:
+            raise MoesaicError(
+                f"{out}: has no run state to go on with and holds other files, which a new run would remove; choose "
+                "another OUT, or --overwrite a run or checkpoint"
+            )
+        raise MoesaicError(f"{out}: is not empty; --resume goes on with a run, --overwrite starts it again")
+    if not names & {RECIPE_FILE, "config.json"}:
+        raise MoesaicError(f"{out}: holds no run and no checkpoint, so --overwrite does not remove it")
+
+
+def _has_state(out: Path) -> bool:
+    return any(out.glob("state/step-*/run.json"))
 
 
 def refuse_overlap(out: Path, recipe: TrainRecipe) -> None:
@@ -97,6 +112,16 @@ def refuse_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
             f"{key}: was {before.get(key)} when this run started and is {after.get(key)} now; "
             f"--resume allows changes in {', '.join(MAY_CHANGE)}; use another OUT for another run"
         )
+
+
+def refuse_changed_data(old: Sequence[str], new: Sequence[str], data: DataRecipe) -> None:
+    """Refuse to resume with a source whose documents, or their tokens, are others: the order would be another one."""
+    for source, before, after in zip(data.sources, old, new, strict=True):
+        if before != after:
+            raise MoesaicError(
+                f"{source.path}: its content or the tokenizer changed since this run started, so tokens would be "
+                "repeated and skipped; bring it back, or use another OUT for another run"
+            )
 
 
 def _is_within(key: str, parent: str) -> bool:

@@ -33,6 +33,7 @@ from moesaic.errors import MoesaicError
 from moesaic.expansion.build import build
 from moesaic.expansion.resolve import ExpandPlan
 from moesaic.expansion.statement import statement
+from moesaic.families.moe import detect_moe
 from moesaic.recipe import recipe_values
 from moesaic.training.growth_check import as_keys, resolve_transition
 from moesaic.training.growth_utility import Found, find_utilities
@@ -146,7 +147,8 @@ def _write_moments(trainable: Trainable, folder: Path, moment: str, expansion: _
         copying = replace(
             expansion.plan.recipe, checkpoint=str(folder / "before"), expert_op="copy", router_op="copy", delta=0.0
         )
-        plan = replace(expansion.plan, recipe=copying, checkpoint=open_checkpoint(folder / "before"), recorded=None)
+        before = open_checkpoint(folder / "before")  # parameters alone: a family's selection bias is a buffer
+        plan = replace(expansion.plan, recipe=copying, checkpoint=before, model=detect_moe(before), recorded=None)
         rewrite(build(plan, expansion.copies, {}), folder / "after", quiet=True)
 
 

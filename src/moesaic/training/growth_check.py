@@ -52,6 +52,7 @@ def grown_plans(
         try:
             _check_routing(transition, recipe)
             plan = replace(resolve_transition(transition, recipe, checkpoint), recorded=recorded)
+            recipe.routing.pool_range(top_k=plan.top_k, num_experts=plan.experts)
             check_recorded_rule(plan)
             checkpoint = described(*grown(plan))
             _check_frozen(recipe, checkpoint)

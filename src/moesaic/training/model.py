@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.data.documents import keeps_documents_apart
 from moesaic.errors import MoesaicError
-from moesaic.loading import load
+from moesaic.loading import load, load_config
 from moesaic.progress import no_library_bars
 from moesaic.routing.install import Installation, find_installation, install
 from moesaic.training.parallel import World, distributed_config, reshard
@@ -51,7 +51,7 @@ def build_model(
     loss that needs routers where the model has none.
     """
     if isinstance(start, (str, Path)):
-        config = AutoConfig.from_pretrained(open_checkpoint(start).path, local_files_only=True)
+        config = load_config(open_checkpoint(start).path, str(start))
         model = _load(start, recipe, world)
     else:
         config = _make_config(start) if isinstance(start, ScratchModel) else start
@@ -116,13 +116,16 @@ def _refuse_leaking_documents(model: PreTrainedModel) -> None:
 
 def _install(model: PreTrainedModel, recipe: TrainRecipe) -> Installation | None:
     earlier = find_installation(model)
+    rule = recipe.routing
+    if rule.rule is None and earlier is not None and earlier.config.rule not in (None, "document_pool"):
+        rule = earlier.config  # what the model was trained to do at inference holds on
     bias: Tensor | bool | None = earlier.selection_bias if earlier is not None else None
     losses = recipe.losses
     if losses.bias_balancing is not None and bias is None:
         bias = True
     needed = recipe.routing.rule is not None or bias is not None or losses.balance is not None or losses.router_z > 0
     try:
-        return install(model, recipe.routing, selection_bias=bias)
+        return install(model, rule, selection_bias=bias)
     except MoesaicError:
         if needed:
             raise

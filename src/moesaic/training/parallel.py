@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -16,6 +17,11 @@ from moesaic.errors import MoesaicError
 from moesaic.training.recipe import ParallelRecipe, Precision
 
 ResultT = TypeVar("ResultT")
+Outcome = tuple[ResultT | None, MoesaicError | None]
+
+_PATIENCE = timedelta(hours=12)
+"""How long ranks wait for each other: the first start tokenises the corpus, and an expansion writes the model, in one
+process. `torchrun` ends the others as soon as one fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,36 +52,43 @@ class World:
         return bool(self.sum(torch.tensor(int(flag), device=self.device))) if self.size > 1 else flag
 
     def from_local_main(self, make: Callable[[], ResultT]) -> ResultT:
-        """Call `make` in one process of each machine and give its (pickled) result to the others there."""
+        """Call `make` once on each machine and give its (pickled) result there, or its MoesaicError to all."""
         if self.size == 1:
             return make()
-        made: list[ResultT | None] = [None] * self.size
-        dist.all_gather_object(made, make() if self.local_rank == 0 else None)
-        result = made[self.rank - self.local_rank]
-        assert result is not None
-        return result
+        made: list[Outcome[ResultT] | None] = [None] * self.size
+        dist.all_gather_object(made, _outcome(make) if self.local_rank == 0 else None)
+        refusals = (outcome[1] for outcome in made if outcome is not None and outcome[1] is not None)
+        if (refusal := next(refusals, None)) is not None:
+            raise refusal
+        return _result(made[self.rank - self.local_rank])
 
     def from_main(self, make: Callable[[], ResultT]) -> ResultT:
         """Call `make` on the main rank and give its (pickled) result to all, or raise its MoesaicError on all."""
         if self.size == 1:
             return make()
-        outcome: list[tuple[ResultT | None, MoesaicError | None] | None] = [None]
-        if self.is_main:
-            try:
-                outcome[0] = (make(), None)
-            except MoesaicError as error:
-                outcome[0] = (None, error)
+        outcome: list[Outcome[ResultT] | None] = [_outcome(make) if self.is_main else None]
         dist.broadcast_object_list(outcome)
-        assert outcome[0] is not None
-        result, refusal = outcome[0]
-        if refusal is not None:
-            raise refusal
-        return result  # pyright: ignore[reportReturnType]
+        return _result(outcome[0])
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
             dist.barrier()
+
+
+def _outcome(make: Callable[[], ResultT]) -> Outcome[ResultT]:
+    try:
+        return make(), None
+    except MoesaicError as error:
+        return None, error
+
+
+def _result(outcome: Outcome[ResultT] | None) -> ResultT:
+    assert outcome is not None
+    result, refusal = outcome
+    if refusal is not None:
+        raise refusal
+    return result  # pyright: ignore[reportReturnType]
 
 
 @contextmanager
@@ -102,7 +115,8 @@ def joined_world(parallel: ParallelRecipe) -> Iterator[World]:
         torch.cuda.set_device(device)
     meeting = size > 1 and not dist.is_initialized()
     if meeting:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"  # gloo for what is offloaded to the CPU
+        dist.init_process_group(backend, timeout=_PATIENCE)
     try:
         yield World(rank=rank, local_rank=local_rank, size=size, replicas=parallel.replicate, device=device)
     finally:

@@ -1,6 +1,7 @@
 """What a step says: a line of metrics.jsonl, and now and then a line for people."""
 
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -38,8 +39,7 @@ class Throughput:
         self._flops = 3 * flops_per_token(shapes, config.get_text_config().to_dict(), sequence_length)
         peak = None
         if device.type == "cuda" and precision == "bf16":
-            words = torch.cuda.get_device_name(device).split()
-            peak = next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
+            peak = peak_flops(torch.cuda.get_device_name(device))
         self._peak = None if peak is None else peak * ranks
 
     def line(self, tokens: int, seconds: float) -> dict[str, float]:
@@ -47,6 +47,12 @@ class Throughput:
         rate = tokens / seconds
         timing = {"seconds": seconds, "tokens_per_second": rate, "flops_per_second": rate * self._flops}
         return timing if self._peak is None else timing | {"mfu": rate * self._flops / self._peak}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a device by the name that CUDA gives it; None for one that is not in the table."""
+    words = re.split(r"[\s-]+", device_name)
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
 
 
 def step_line(

@@ -20,6 +20,7 @@ from moesaic.checkpoint.reader import DTYPE_CODES
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter
 from moesaic.families.counting import count_shapes
+from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
 from moesaic.recipe import recipe_values
 from moesaic.training.card import model_card
@@ -28,7 +29,7 @@ from moesaic.training.recipe import Precision, TrainRecipe
 from moesaic.training.validate import DomainLoss
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_LAST_FILE = "config.json"  # without it a folder isn't a checkpoint
+LAST_FILE = "config.json"  # without it a folder isn't a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +167,25 @@ def _write_weights(tensors: Mapping[str, Tensor], folder: Path) -> str:
 def _write_config(recipe: TrainRecipe, trained: TrainedModel, folder: Path) -> None:
     trained.config.dtype = DTYPES[recipe.precision]
     trained.config.architectures = [type(trained.model).__name__.removeprefix("FSDP")]
+    ours = trained.config.model_type.startswith("moesaic_")
+    if ours:
+        for key, value in _inference_rule(trained).items():
+            setattr(trained.config, key, value)
     with explained(folder):
         trained.config.save_pretrained(folder)
-        if trained.config.model_type.startswith("moesaic_"):
+        if ours:
             shutil.copyfile(modeling_file(), folder / modeling_file().name)
+
+
+def _inference_rule(trained: TrainedModel) -> dict[str, Any]:
+    """What config.json of our architecture says, so that engines without moesaic.json route as the run trained."""
+    rule = None if trained.installation is None else trained.installation.config
+    if rule is None or rule.rule not in ROUTING_RULES:
+        return {}
+    if rule.rule == "topk":
+        return {"routing_rule": rule.rule, "expert_groups": None}
+    given = {"expert_groups": rule.expert_groups and list(rule.expert_groups), "group_score": rule.group_score}
+    return {"routing_rule": rule.rule} | {key: value for key, value in given.items() if value is not None}
 
 
 def _write_side_files(
@@ -201,10 +217,10 @@ def _generation_config(recipe: TrainRecipe, trained: TrainedModel) -> Generation
 
 def _move(aside: Path, out: Path) -> None:
     with explained(out):
-        (out / _LAST_FILE).unlink(missing_ok=True)
+        (out / LAST_FILE).unlink(missing_ok=True)
         for old in out.glob("model*.safetensors*"):
             old.unlink()
-        names = sorted((path.name for path in aside.iterdir()), key=lambda name: (name == _LAST_FILE, name))
+        names = sorted((path.name for path in aside.iterdir()), key=lambda name: (name == LAST_FILE, name))
         for name in names:
             target = out / name
             if target.is_dir():

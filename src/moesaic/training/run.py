@@ -7,26 +7,33 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.provenance import read_provenance
+from moesaic.checkpoint.source import open_checkpoint
 from moesaic.data.batch import PackedBatch
 from moesaic.data.dataset import PackedDataset
 from moesaic.data.prepare import prepare
 from moesaic.data.validation import validation_sets
 from moesaic.errors import MoesaicError
+from moesaic.loading import load_config, refuse_unknown_architecture
 from moesaic.progress import notice
 from moesaic.recipe import dump_recipe, recipe_values
 from moesaic.training.building import build_trainable
-from moesaic.training.folder import RECIPE_FILE, clear_folder, locked_folder, refuse_changes, refuse_overlap
+from moesaic.training.folder import (
+    RECIPE_FILE,
+    clear_folder,
+    locked_folder,
+    refuse_changed_data,
+    refuse_changes,
+    refuse_overlap,
+)
 from moesaic.training.growth_recipe import positions
 from moesaic.training.growth_run import check_expansions, clear_expansion, expand, refuse_changed_expansions
 from moesaic.training.metrics import MetricsLog
 from moesaic.training.parallel import World, joined_world
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.report import Console, step_line, validation_line
-from moesaic.training.result import DTYPES, TrainResult, gather, write_result
+from moesaic.training.result import DTYPES, LAST_FILE, TrainResult, gather, write_result
 from moesaic.training.running import Run, save, throughput_of
 from moesaic.training.schedule import learning_rate
 from moesaic.training.signals import TERMINATED, termination_flag
@@ -95,15 +102,19 @@ def _start(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: bo
     saved = None if state is None else read_run(state)
     if saved is not None:
         refuse_changes(saved.recipe, recipe_values(recipe))
+    if isinstance(recipe.model, str):
+        refuse_unknown_architecture(open_checkpoint(recipe.model).config, recipe.model)
     tokenizer = load_run_tokenizer(recipe)
     prepared = world.from_local_main(lambda: prepare(recipe.data, tokenizer, quiet=quiet))
     data = PackedDataset(prepared, seed=recipe.seed, sequences_per_step=recipe.sequences_per_step)
+    if saved is not None:
+        refuse_changed_data(saved.data, data.cache_names, recipe.data)
     steps = min(limit for limit in (recipe.budget_steps, data.num_steps) if limit is not None)
     expansion_steps = positions(recipe.transitions, steps=steps, tokens_per_step=recipe.batch.tokens)
     if saved is not None:
         refuse_changed_expansions(saved, recipe, expansion_steps)
     grown = state is not None and saved is not None and saved.expansions
-    start = AutoConfig.from_pretrained(state / "model", local_files_only=True) if grown and state else recipe.model
+    start = load_config(state / "model", str(state)) if grown and state else recipe.model
     trainable = build_trainable(recipe, out, world, start=start, tokenizer=tokenizer, quiet=quiet)
     check_expansions(trainable, done=0 if saved is None else len(saved.expansions))
     _tidy(out, recipe, world, fresh=state is None)
@@ -222,7 +233,8 @@ def _validate(run: Run) -> None:
 
 def _finish(run: Run, quiet: bool) -> None:
     """Write the checkpoint, on the main rank; the others hand it their shards."""
-    if run.last is None and (read_provenance(run.out) or {}).get("steps") == run.step:
+    complete = (run.out / LAST_FILE).is_file()  # else a kill came between the files of the result
+    if run.last is None and complete and (read_provenance(run.out) or {}).get("steps") == run.step:
         notice(f"{run.out}: was finished before, after {run.step:,} steps; a larger budget would go on", quiet=quiet)
         return
     tensors = gather(weights_of(run.trainable), DTYPES[run.recipe.precision], keep=run.world.is_main)

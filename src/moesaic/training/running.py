@@ -101,6 +101,7 @@ def save(run: Run) -> None:
         metrics_bytes=run.log.sync(),
         validation=None if run.validation is None else {name: asdict(loss) for name, loss in run.validation.items()},
         recipe=recipe_values(run.recipe),
+        data=run.data.cache_names,
         expansions=run.expansions,
         reset_step=run.reset_step,
     )

@@ -51,6 +51,8 @@ class RunState:
     """Losses of the held-out sets by domain, if they were measured after this very step."""
     recipe: dict[str, Any]
     """The resolved recipe as plain values."""
+    data: list[str]
+    """What identifies the content of every source, and how it was tokenised."""
     expansions: list[dict[str, Any]] = field(default_factory=list)
     """What was recorded of each expansion that the model has gone through."""
     reset_step: int = 0
