@@ -45,6 +45,8 @@ class Plan:
     scale: Mapping[str, Any]
     """Plain values of the scale's parts that the experiment uses."""
     steps: tuple[Step, ...]
+    notices: tuple[str, ...] = ()
+    """What the plan leaves out or changes of the scale, and why."""
 
     def __post_init__(self) -> None:
         seen = set[str]()
@@ -93,7 +95,8 @@ def read_plan(out: Path) -> Plan:
         )
         for step in values.pop("steps")
     )
-    return Plan(**values | {"domains": tuple(values["domains"]), "steps": steps})
+    lists = {name: tuple(values.get(name, ())) for name in ("domains", "notices")}
+    return Plan(**values | lists | {"steps": steps})
 
 
 def check_folder(plan: Plan, out: Path) -> None:

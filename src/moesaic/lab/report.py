@@ -81,6 +81,7 @@ def _seconds(file: Path) -> float:
 def markdown(finding: Finding) -> list[str]:
     """The lines of a report."""
     lines = [f"# {finding.heading}", "", "Means over seeds with Student's 95% intervals.", ""]
+    lines += [line for notice in finding.plan.notices for line in (f"{notice}.", "")]
     for table in finding.tables:
         lines += [f"## {table.title}", "", table.note, "", *_markdown_table(table), ""]
     lines += ["## Scale", "", "```yaml", dump_yaml(dict(finding.plan.scale)).rstrip(), "```"]
@@ -99,6 +100,7 @@ def write_html(findings: Sequence[Finding], file: Path) -> None:
     body = []
     for finding in findings:
         body.append(f"<h1>{html.escape(finding.heading)}</h1>")
+        body += [f"<p>{html.escape(notice)}.</p>" for notice in finding.plan.notices]
         for table in finding.tables:
             body += [f"<h2>{html.escape(table.title)}</h2>", f"<p>{html.escape(table.note)}</p>", _html_table(table)]
         body += ["<h2>Learning curves</h2>", _curves(finding)]

@@ -11,6 +11,7 @@ from moesaic.lab.report import MARKDOWN_FILE, RESULTS_FILE, find
 from moesaic.lab.scale import load_scale
 from moesaic.lab.workflow import require_snakemake, run_graph
 from moesaic.lab.writing import domains_of
+from moesaic.progress import notice
 from moesaic.suggestions import suggest
 
 
@@ -69,6 +70,8 @@ def run_experiment(
     require_snakemake()
     plan = EXPERIMENTS[name].plan(load_scale(scale), folder, seeds)
     check_folder(plan, out)
+    for line in plan.notices:
+        notice(f"lab run {name}: {line}", quiet=quiet)
     if dry_run:
         return LabResult(
             out=out, plan=plan, lines=[f"{len(plan.steps)} steps: {', '.join(s.name for s in plan.steps)}"]

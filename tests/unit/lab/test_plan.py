@@ -10,9 +10,14 @@ from moesaic.cli.app import run
 from moesaic.errors import MoesaicError
 from moesaic.lab.experiments import EXPERIMENTS
 from moesaic.lab.plan import Plan, Step, read_plan, write_plan
+from moesaic.lab.report import find
 from moesaic.lab.run import run_experiment
 from moesaic.lab.scale import SCALES, load_scale
 from moesaic.lab.writing import steps_of
+from moesaic.recipe import load_recipe
+from moesaic.recipe_yaml import parse_yaml
+from moesaic.training.recipe import TrainRecipe
+from moesaic.training.schedule import learning_rate
 
 CI = Path(__file__).with_name("ci.yaml")
 
@@ -31,15 +36,13 @@ def test_every_scale_plans_every_experiment(name, scale, tmp_path):
                 assert command[2] in produced
 
 
-def test_matched_tokens_and_rates_before_and_after_an_expansion():
-    """Both parts together have the steps of the fixed run, and its learning rates."""
-    from moesaic.recipe import load_recipe
-    from moesaic.recipe_yaml import parse_yaml
-    from moesaic.training.recipe import TrainRecipe
-    from moesaic.training.schedule import learning_rate
-
+@pytest.mark.parametrize(("shares", "planned"), [(None, None), ((0.02, 0.05, 0.25), (0.11, 0.25))])
+def test_matched_tokens_and_rates_before_and_after_an_expansion(shares, planned):
+    """Both parts together have the steps of the fixed run, and its learning rates, however early the expansion."""
     scale = load_scale("tiny")
-    plan = EXPERIMENTS["expand"].plan(scale, None, 1)
+    shares = shares or scale.expand.shares
+    expand = dataclasses.replace(scale.expand, shares=shares)
+    plan = EXPERIMENTS["expand"].plan(dataclasses.replace(scale, expand=expand), None, 1)
     files = {name: text for step in plan.steps for name, text in step.files.items()}
 
     def rates(name: str) -> list[float]:
@@ -50,9 +53,71 @@ def test_matched_tokens_and_rates_before_and_after_an_expansion():
 
     whole = rates("fixed-16-0")
     assert len(whole) == steps_of(scale.expand.train)
-    for share in scale.expand.shares:
+    for share in planned or shares:
         cut = rates(f"before-8-{share:g}-0") + rates(f"grown-8-{share:g}-exact-0")
         assert cut == pytest.approx(whole, rel=1e-12)
+    found = {labels["share"] for step in plan.steps for labels in step.runs.values() if "share" in labels}
+    assert found == set(planned or shares)
+    assert [notice.partition(" of ")[0] for notice in plan.notices] == (["shares: 0.02, 0.05"] if planned else [])
+
+
+def test_an_expansion_right_after_a_warmup_of_whole_percents(tmp_path):
+    scale = load_scale("tiny")
+    train = dataclasses.replace(scale.expand.train, tokens=100 * 2048, warmup_steps=10)
+    expand = dataclasses.replace(scale.expand, train=train, shares=(0.01, 0.1))
+    plan = EXPERIMENTS["expand"].plan(dataclasses.replace(scale, expand=expand), None, 1)
+    text = next(step.files["recipes/before-8-0.1-0.yaml"] for step in plan.steps if step.name == "before-8-0.1-0")
+    recipe = load_recipe(TrainRecipe, parse_yaml(text, "before"))
+    assert (recipe.budget_steps, recipe.optimizer.warmup_steps) == (10, 10)
+    assert recipe.optimizer.min_lr == recipe.optimizer.lr
+
+
+def _with_domains(folder: Path, number: int) -> str:
+    for domain in "abcdef"[:number]:
+        for part in ("train", "valid"):
+            (folder / f"{domain}.{part}.jsonl").touch()
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("domains", "left_out"),
+    [
+        (2, {"divmoe_m4"}),
+        (4, set()),
+        (6, {"divmoe_m4"}),
+        (
+            3,
+            {
+                "divmoe",
+                "divmoe_topk",
+                "divmoe_paper_scale",
+                "divmoe_base_weights",
+                "divmoe_random_weights",
+                "divmoe_m4",
+            },
+        ),
+    ],
+)
+def test_methods_without_a_latin_square_of_the_domains_are_left_out_and_named(tmp_path, domains, left_out):
+    scale = load_scale(CI)
+    plan = EXPERIMENTS["divmoe"].plan(scale, _with_domains(tmp_path, domains), 1)
+    models = {labels["model"] for step in plan.steps for labels in step.runs.values() if labels["stage"] == "joint"}
+    assert models == {"dense", *scale.divmoe.methods} - left_out
+    named = plan.notices[0].partition(": ")[2].partition(" left out")[0].split(", ") if plan.notices else []
+    assert set(named) == left_out
+    write_plan(plan, tmp_path / "out")
+    assert read_plan(tmp_path / "out").notices == plan.notices
+
+
+def test_what_a_plan_leaves_out_is_said_by_lab_run_and_in_the_report(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    data = Path(_with_domains(tmp_path / "data", 3))
+    run_experiment("life", tmp_path / "out", data=data, scale=CI, seeds=1, dry_run=True)
+    said = "an odd number of domains has no Latin square: the DivMoE starts with a random router"
+    assert f"lab run life: {said}" in capsys.readouterr().err
+    write_plan(EXPERIMENTS["life"].plan(load_scale(CI), str(data), 1), tmp_path / "out")
+    find(tmp_path / "out")
+    assert f"\n{said}.\n" in (tmp_path / "out" / "report.md").read_text()
 
 
 def _plan(*steps: Step, experiment: str = "emo") -> Plan:

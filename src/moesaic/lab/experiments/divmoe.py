@@ -65,11 +65,37 @@ def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
     """All steps of the experiment."""
     domains = domains_of(data)
     steps = [prepare_step(data, domains, scale.data, scale.divmoe.model.vocabulary)]
+    left_out = [method for method in scale.divmoe.methods if not fits(method, len(domains))]
+    methods = tuple(method for method in scale.divmoe.methods if method not in left_out)
     for seed in range(seeds):
-        steps += _steps_of_seed(scale.divmoe, domains, seed, with_tasks=data is None)
+        steps += _steps_of_seed(replace(scale.divmoe, methods=methods), domains, seed, with_tasks=data is None)
     steps.append(Step(name=REPORT, commands=(("lab", "report", ".", "--quiet"),), needs=tuple(s.name for s in steps)))
     values = {"data": recipe_values(scale.data), NAME: recipe_values(scale.divmoe)}
-    return Plan(experiment=NAME, data=data, domains=domains, seeds=seeds, scale=values, steps=tuple(steps))
+    return Plan(
+        experiment=NAME,
+        data=data,
+        domains=domains,
+        seeds=seeds,
+        scale=values,
+        steps=tuple(steps),
+        notices=_notices(left_out, len(domains)),
+    )
+
+
+def fits(method: DivmoeMethod, domains: int) -> bool:
+    """Whether there are enough domains for a method, and a Latin square of them where it is to have one."""
+    options = _FROM_SPECIALISTS.get(method, ())
+    shards = int(options[options.index("--shards") + 1]) if "--shards" in options else 1
+    return domains >= shards if "random" in options else domains % shards == 0
+
+
+def _notices(left_out: Sequence[DivmoeMethod], domains: int) -> tuple[str, ...]:
+    if not left_out:
+        return ()
+    return (
+        f"{domains} domains: {', '.join(left_out)} left out, because a Latin square needs a multiple of their shards "
+        "as number of domains",
+    )
 
 
 def _steps_of_seed(divmoe: DivmoeScale, domains: Sequence[str], seed: int, *, with_tasks: bool) -> Iterator[Step]:

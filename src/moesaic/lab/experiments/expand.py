@@ -1,10 +1,12 @@
 """Expert Upcycling (sections 3 to 5): E experts, mE experts, and E that become mE on the way, at matched tokens.
 
 The learning rate falls linearly to zero in every run, so a run can be cut in two without bending its schedule: the part
-before the expansion ends at the rate that the part after starts from. The optimizer starts anew after it (the paper's
-choice), and the part after draws its data with another seed, so that it does not begin with the same documents again.
+before the expansion ends at the rate that the part after starts from. A warmup cannot be cut so: an expansion comes at
+its end at the earliest. The optimizer starts anew after it (the paper's choice), and the part after draws its data with
+another seed, so that it does not begin with the same documents again.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,7 +43,37 @@ def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
         steps += _Seed(scale.expand, domains, seed).steps()
     steps.append(Step(name=REPORT, commands=(("lab", "report", ".", "--quiet"),), needs=tuple(s.name for s in steps)))
     values = {"data": recipe_values(scale.data), NAME: recipe_values(scale.expand)}
-    return Plan(experiment=NAME, data=data, domains=domains, seeds=seeds, scale=values, steps=tuple(steps))
+    return Plan(
+        experiment=NAME,
+        data=data,
+        domains=domains,
+        seeds=seeds,
+        scale=values,
+        steps=tuple(steps),
+        notices=_notices(scale.expand),
+    )
+
+
+def _warmup(train: TrainScale) -> int:
+    return min(train.warmup_steps, steps_of(train) - 1)
+
+
+def _after_warmup(share: float, train: TrainScale) -> float:
+    """The share, or the smallest one in whole percents that holds the warmup."""
+    total, warmup = steps_of(train), _warmup(train)
+    return share if round(share * total) >= warmup else math.ceil(100 * warmup / total) / 100
+
+
+def _notices(scale: ExpandScale) -> tuple[str, ...]:
+    train = scale.train
+    moved = {share: _after_warmup(share, train) for share in scale.shares}
+    early = [share for share, later in moved.items() if later != share]
+    if not early:
+        return ()
+    return (
+        f"shares: {', '.join(f'{share:g}' for share in early)} of {steps_of(train)} steps would end within the warmup "
+        f"of {_warmup(train)}: the expansion comes at its end, {moved[early[0]]:g}; fewer warmup_steps allow it",
+    )
 
 
 class _Seed:
@@ -49,7 +81,9 @@ class _Seed:
 
     def __init__(self, scale: ExpandScale, domains: Sequence[str], seed: int) -> None:
         self.scale, self.domains, self.seed = scale, domains, seed
-        self.total = steps_of(scale.train)
+        self.total, self.warmup = steps_of(scale.train), _warmup(scale.train)
+        self.shares = tuple(dict.fromkeys(_after_warmup(share, scale.train) for share in scale.shares))
+        self.ratio_share = _after_warmup(_RATIO_SHARE, scale.train)
 
     def steps(self) -> Iterator[Step]:
         """Fixed sizes; then, for every share, the small model so far and everything that grows from it."""
@@ -57,7 +91,7 @@ class _Seed:
         sizes = sorted({size for e in (scale.experts, *scale.other_experts) for size in (e, _GROWTH * e)})
         for size in sizes:
             yield train_step(self._fixed(size))
-        for share in scale.shares:
+        for share in self.shares:
             before = self._before(scale.experts, share)
             yield train_step(before)
             yield self._grown(before, scale.experts, share, scale.treatments)
@@ -68,13 +102,13 @@ class _Seed:
         """Other activation ratios, and sparse upcycling from a dense model, all at half of the steps."""
         scale = self.scale
         for experts in scale.other_experts:
-            before = self._before(experts, _RATIO_SHARE)
+            before = self._before(experts, self.ratio_share)
             yield train_step(before)
-            yield self._grown(before, experts, _RATIO_SHARE, scale.treatments[:1])
+            yield self._grown(before, experts, self.ratio_share, scale.treatments[:1])
         dense = {"family": "llama", "config": dense_config(scale.model, scale.expert_size)}
         before = replace(
-            self._first(f"before-dense-{self.seed}", dense, _RATIO_SHARE),
-            labels={"model": "dense", "share": _RATIO_SHARE},
+            self._first(f"before-dense-{self.seed}", dense, self.ratio_share),
+            labels={"model": "dense", "share": self.ratio_share},
         )
         yield train_step(replace(before, more={"optimizer": before.more["optimizer"]}))
         runs, commands = [], []
@@ -82,7 +116,7 @@ class _Seed:
             name = f"sparse-{experts}-{self.seed}"
             upcycled = f"grown/{name}"
             commands.append(self._sparse(before.folder, upcycled, experts * _GROWTH))
-            runs.append(self._after(name, upcycled, experts, _RATIO_SHARE, {"model": "sparse"}))
+            runs.append(self._after(name, upcycled, experts, self.ratio_share, {"model": "sparse"}))
             commands.append(runs[-1].command)
         yield replace(train_step(*runs, name=f"sparse-{self.seed}", needs=(before.name,)), commands=tuple(commands))
 
@@ -109,8 +143,7 @@ class _Seed:
 
     def _rate(self, step: int) -> float:
         """Learning rate of a step (0-based) of the whole run, after the warmup."""
-        train = self.scale.train
-        return train.lr * (self.total - step) / (self.total - train.warmup_steps)
+        return self.scale.train.lr * (self.total - step) / (self.total - self.warmup)
 
     def _run(self, name: str, model: Any, steps: int, optimizer: Mapping[str, Any], labels: Mapping[str, Any]) -> Run:
         return Run(
@@ -142,7 +175,7 @@ class _Seed:
     def _first(self, name: str, model: Any, share: float) -> Run:
         """The first part of a run of all steps, at the rates that it has there."""
         steps = self._steps_before(share)
-        return self._run(name, model, steps, {"min_lr": self._rate(steps)}, {})
+        return self._run(name, model, steps, {"min_lr": self._rate(steps), "warmup_steps": self.warmup}, {})
 
     def _after(self, name: str, model: str, experts: int, share: float, labels: Mapping[str, Any]) -> Run:
         steps = self._steps_before(share)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moesaic.lab.experiments.divmoe import dense_stages, upcycle_command
+from moesaic.lab.experiments.divmoe import dense_stages, fits, upcycle_command
 from moesaic.lab.experiments.life_tables import tables
 from moesaic.lab.plan import REPORT, Plan, Step
 from moesaic.lab.rows import ROWS
@@ -32,6 +32,8 @@ __all__ = ["NAME", "plan", "tables"]
 
 NAME = "life"
 _EXPERTS_PER_DOMAIN, _TOP_K = 2, 2
+_METHOD = "divmoe_topk"
+_NO_SQUARE = "an odd number of domains has no Latin square: the DivMoE starts with a random router"
 _LOSSES = {"balance": {"coefficient": 0.02, "scope": "global"}, "router_z": 0.001}
 _TO_ZERO = {"schedule": "linear", "min_lr": 0.0, "warmup_steps": 0}
 
@@ -45,7 +47,15 @@ def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
     steps.append(Step(name=REPORT, commands=(("lab", "report", ".", "--quiet"),), needs=tuple(s.name for s in steps)))
     parts = {"data": scale.data, "divmoe": scale.divmoe, NAME: scale.life}
     values = {name: recipe_values(part) for name, part in parts.items()}
-    return Plan(experiment=NAME, data=data, domains=domains, seeds=seeds, scale=values, steps=tuple(steps))
+    return Plan(
+        experiment=NAME,
+        data=data,
+        domains=domains,
+        seeds=seeds,
+        scale=values,
+        steps=tuple(steps),
+        notices=() if fits(_METHOD, len(domains)) else (_NO_SQUARE,),
+    )
 
 
 class _Life:
@@ -106,7 +116,7 @@ class _Life:
 
     def _middle(self, base: Run, specialists: Mapping[str, Run]) -> tuple[Run, Run, tuple[str, ...]]:
         upcycled = self._folder("upcycled", "joint")
-        upcycle = upcycle_command("divmoe_topk", base, specialists, upcycled, self.seed)
+        upcycle = upcycle_command(_METHOD, base, specialists, upcycled, self.seed)
         joint = self._run("joint", upcycled, self.divmoe.train, 1, losses=_LOSSES)
         pools = {"rule": "document_pool", "pool_size": [_TOP_K, self.experts], "pool_draw": "document_and_layer"}
         annealed = {"losses": _LOSSES, "routing": pools, "optimizer": _TO_ZERO}
