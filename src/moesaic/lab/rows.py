@@ -16,6 +16,8 @@ ROWS = "rows"
 """Folder of the rows that tasks write."""
 _SPIKE = 5.0
 """A gradient norm this many times the median of its run is a spike."""
+_FIRST = 10
+"""The first tenth of the steps, with the warmup, has large norms in every run: it is left out of spikes."""
 
 
 def write_rows(file: Path, rows: Iterable[Row]) -> None:
@@ -49,7 +51,7 @@ def _run_rows(folder: Path) -> Iterator[Row]:
     for measure, line in (("first_loss", validations[0]), ("loss", validations[-1])):
         for domain, measured in line["validation"].items():
             yield {"measure": measure, "domain": domain, "value": measured["loss"]}
-    norms = [line["grad_norm"] for line in steps]
+    norms = [line["grad_norm"] for line in steps[len(steps) // _FIRST :]]
     yield {"measure": "spikes", "value": sum(norm > _SPIKE * median(norms) for norm in norms)}
     yield {"measure": "largest_gradient", "value": max(norms) / median(norms)}
     yield {"measure": "tokens", "value": steps[-1]["tokens"]}

@@ -1,5 +1,7 @@
 """Verdicts: what an interval says about a claim, and figures against arithmetic done by hand."""
 
+import json
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -7,6 +9,8 @@ import pytest
 from moesaic.expansion.measures import Interval
 from moesaic.lab.claims import CLAIMS, claims_table
 from moesaic.lab.claims.claim import Claim, combine, less, smallest, verdict, within
+from moesaic.lab.plan import Plan, Step
+from moesaic.lab.rows import all_rows
 
 
 def _claim(otherwise: Literal["opposite", "not seen"] = "opposite") -> Claim:
@@ -49,6 +53,85 @@ def test_without_numbers_every_claim_is_there_and_not_measured(experiment):
     table = claims_table(experiment, [])
     assert len(table.rows) == len(CLAIMS[experiment])
     assert {row[2] for row in table.rows} <= {"not measured"}
+
+
+def test_the_page_of_claims_has_every_claim_in_its_words():
+    page = (Path(__file__).parents[3] / "docs" / "claims.md").read_text()
+    for claim in (claim for claims in CLAIMS.values() for claim in claims):
+        assert f"\n| {claim.says} ({claim.place}) | {claim.figure} |" in page
+
+
+def _said(experiment, rows, says):
+    """Figure and verdict of a claim."""
+    return next(row[1:] for row in claims_table(experiment, rows).rows if row[0].startswith(says))
+
+
+def _labelled(*values, **labels):
+    return [{"domain": "a", "seed": seed, "value": value, **labels} for seed, value in enumerate(values)]
+
+
+def test_a_gap_is_closed_only_where_there_is_one():
+    small, large = {"measure": "loss", "model": "fixed", "experts": 8}, {"measure": "loss", "model": "fixed"}
+    grown = {"measure": "loss", "model": "grown", "treatment": "gradient_norm", "share": 0.5, "from": 8}
+    start = [*_labelled(3.0, 3.1, 3.2, **small), *_labelled(2.81, 2.92, 3.01, **grown)]
+    says = "at 100% CPT the gap"
+    figure, said = _said("expand", [*start, *_labelled(2.8, 2.9, 3.0, **large, experts=16)], says)
+    assert (figure.rpartition(": ")[2], said) == ("0.0067 ± 0.0143", "undecided")  # 0.01, 0 and 0.01
+    figure, said = _said("expand", [*start, *_labelled(2.82, 2.93, 3.02, **large, experts=16)], says)
+    assert (figure.rpartition(": ")[2], said) == ("0.0277 ± 0.0014", "seen")  # 0.028, 0.027 and 0.028
+    figure, said = _said("expand", [*start, *_labelled(2.6, 2.7, 2.8, **large, experts=16)], says)
+    assert said == "not seen"
+    figure, said = _said("expand", [*start, *_labelled(3.1, 3.0, 3.2, **large, experts=16)], says)
+    assert (figure.rpartition(": ")[2], said) == ("0.1867", "undecided")  # without a gap the grown model beats both
+
+
+def test_copies_and_the_choice_of_copies_are_compared_apart():
+    grown = {"measure": "loss", "model": "grown", "share": 0.8, "from": 8}
+    rows = [
+        *_labelled(3.0, 3.1, 3.2, **grown, treatment="random"),
+        *_labelled(2.9, 3.0, 3.1, **grown, treatment="uniform"),
+        *_labelled(2.8, 2.9, 3.0, **grown, treatment="gradient_norm"),
+    ]
+    assert _said("expand", rows, "copies chosen by utility")[0].endswith(": 0.2000 ± 0.0000")
+    assert _said("expand", rows, "(ours) uniform copies")[0].endswith(": 0.1000 ± 0.0000")
+
+
+def test_a_match_of_a_quarter_of_emo_may_lose_a_little():
+    part = {"measure": "subset_loss", "model": "emo", "share": 0.25, "method": "router", "documents": 5}
+    scratch = {"measure": "loss", "model": "few_experts", "stage": "trained"}
+    rows = [*_labelled(3.02, 3.12, 3.22, **part), *_labelled(3.0, 3.1, 3.2, **scratch)]
+    figure, said = _said("emo", rows, "25% of EMO matches")
+    assert (figure.rpartition(": ")[2], said) == ("0.0300 ± 0.0000", "seen")
+
+
+def test_concentration_counts_above_chance():
+    measured = {
+        "emo": {"cluster_concentration": (0.6, 0.7, 0.8), "cluster_concentration_by_chance": (0.5, 0.6, 0.7)},
+        "standard": {"cluster_concentration": (0.4, 0.5, 0.6), "cluster_concentration_by_chance": (0.1, 0.2, 0.3)},
+    }
+    rows = [
+        row
+        for model, measures in measured.items()
+        for measure, values in measures.items()
+        for row in _labelled(*values, model=model, measure=measure)
+    ]
+    figure, said = _said("emo", rows, "the tokens of a document")
+    assert (figure.rpartition(": ")[2], said) == ("-0.2000 ± 0.0000", "opposite")
+
+
+def test_gradients_of_the_first_steps_are_no_spikes(tmp_path):
+    norms = [90.0, 50.0, *[1.0] * 16, 2.0, 6.0]
+    common = {"kind": "step", "loss": 3.0, "tokens": 5, "timing": {"seconds": 1.0}}
+    lines = [{**common, "grad_norm": norm} for norm in norms]
+    lines.append({"kind": "validation", "validation": {"a": {"loss": 3.0}}})
+    (tmp_path / "runs" / "r").mkdir(parents=True)
+    (tmp_path / "runs" / "r" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / "s.done").touch()
+    step = Step(name="s", commands=(), runs={"runs/r": {"model": "emo", "seed": 0}})
+    plan = Plan(experiment="emo", data=None, domains=("a",), seeds=1, scale={}, steps=(step,))
+    values = {row["measure"]: row["value"] for row in all_rows(plan, tmp_path)}
+    assert (values["spikes"], values["largest_gradient"]) == (1, 6.0)
 
 
 def test_a_collapse_is_a_place_between_coarse_and_scratch():

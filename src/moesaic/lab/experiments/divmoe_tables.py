@@ -112,7 +112,8 @@ def _health(rows: Sequence[Row]) -> Table:
     return Table(
         title="Routing health",
         note="Entropy of the experts' load over log E (1 is even), largest share of a layer's selections that one "
-        "expert took and experts without any, in the last step; steps with a gradient norm over 5 times the median.",
+        "expert took and experts without any, in the last step; steps with a gradient norm over 5 times the median, "
+        "after the first tenth of the steps.",
         header=("model", "load entropy", "largest share", "unused experts", "spikes"),
         rows=tuple(body),
     )

@@ -162,8 +162,8 @@ def _training(rows: Sequence[Row]) -> Table:
         body.append((model, *cells))
     return Table(
         title="Training",
-        note="Steps whose gradient norm is over 5 times the run's median; the largest norm over the median; entropy of "
-        "the experts' load over log E in the last step; seconds of all steps.",
+        note="After the first tenth of the steps: steps with a gradient norm over 5 times the median, and the largest "
+        "norm over the median. Entropy of the experts' load over log E in the last step; seconds of all steps.",
         header=("model", "spikes", "largest / median", "load entropy", "seconds"),
         rows=tuple(body),
     )

@@ -116,7 +116,12 @@ def _show_closure(one: GapClosure | None) -> str:
     return f"{one.closure.value:.0%} ({low:.0%} to {high:.0%})"
 
 
-_PAIRS = (("uniform", "gradient_norm"), ("random", "gradient_norm"), ("gradient_norm", "exact"))
+_PAIRS = (
+    ("uniform", "gradient_norm"),
+    ("random", "gradient_norm"),
+    ("random", "uniform"),
+    ("gradient_norm", "exact"),
+)
 
 
 def _pairs(grown: Sequence[Row]) -> Table:
