@@ -170,6 +170,7 @@ def test_report_is_one_page_with_curves_and_no_markup_from_outside(done, tmp_pat
     assert "&lt;script&gt;" in page
     assert not re.search(r"(src|href)=", page)
     assert "<polyline" in page
+    assert ("Loss against the share of experts kept" in page) == (name == "emo")
     assert f"<h1>{name}: " in page
 
 

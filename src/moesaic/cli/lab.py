@@ -66,7 +66,7 @@ def run(
 @app.command(name="report", usage="Usage: moesaic lab report OUT... [OPTIONS]")
 def report(
     *outs: Annotated[Path, Parameter(name="OUT", help="Folders of experiments, finished or not.")],
-    html: Annotated[Path | None, Parameter(help="Also write one HTML file with tables and learning curves.")] = None,
+    html: Annotated[Path | None, Parameter(help="Also write one HTML file with tables and plots.")] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
