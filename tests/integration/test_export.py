@@ -274,8 +274,10 @@ def test_top_k_that_training_recorded_goes_before_the_groups_of_the_config(tmp_p
     notices = moesaic.export(source, tmp_path / "same", to="moesaic").notices
     assert "plain top-k: the rule is in moesaic.json" in notices[0]
     assert "would route by config.json (one expert per group)" in notices[0]
-    record_rule(source, rule="one_per_group")
-    assert not moesaic.export(source, tmp_path / "groups", to="moesaic").notices
+    for number, groups in enumerate((None, DIVMOE["expert_groups"], [0, 1, 2, 0, 1, 2])):
+        record_rule(source, rule="one_per_group", expert_groups=groups)
+        result = moesaic.export(source, tmp_path / f"groups-{number}", to="moesaic", dry_run=True)
+        assert bool(result.notices) == (number == 2)
 
 
 def test_groups_that_training_recorded_for_a_native_model_are_not_lost_in_silence(tmp_path):

@@ -186,9 +186,9 @@ def recorded_routing(routing: Mapping[str, Any] | None) -> dict[str, str]:
 def _recorded(checkpoint: Checkpoint, routing: Mapping[str, Any]) -> str:
     own = config_routing(checkpoint.config)
     what = recorded_routing(routing).get("routing", own)
-    # Groups or group scores in the record may be others than those of the config.
-    more = any(routing["rule"].get(key) is not None for key in ("expert_groups", "group_score"))
-    if what == own and not more:
+    given = {key: routing["rule"].get(key) for key in ("expert_groups", "group_score")}
+    same = all(value in (None, checkpoint.config.get(key)) for key, value in given.items())
+    if what == own and same:
         return ""
     return (
         f"{checkpoint.name}: {what}: the rule is in moesaic.json, where only moesaic reads it; other engines would "
