@@ -217,14 +217,10 @@ def _measure(
 def _encode(texts: Sequence[str], max_tokens: int, name: str, checkpoint: Checkpoint, quiet: bool) -> list[list[int]]:
     """Token ids of each text, cut to what is asked for and to what the model was trained for."""
     # After everything that can be refused without torch.
-    from transformers import AutoConfig
-
-    from moesaic.loading import load_tokenizer
+    from moesaic.loading import load_config, load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint.path)
-    config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False, local_files_only=True)
-    reach = trained_context(config) or max_tokens
-    limit = min(max_tokens, reach)
+    limit = min(max_tokens, trained_context(load_config(checkpoint.path, checkpoint.name)) or max_tokens)
     sequences = encode_texts(
         texts, tokenizer, max_tokens=limit, vocab_size=int(checkpoint.config["vocab_size"]), name=name
     )
