@@ -1,14 +1,14 @@
 """Recipes and steps that several experiments write."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moesaic.lab.plan import Step
-from moesaic.lab.scale import DataScale, ModelScale, TrainScale
+from moesaic.lab.plan import REPORT, Plan, Step
+from moesaic.lab.scale import DataScale, ModelScale, Scale, TrainScale
 from moesaic.lab.world import DOMAINS
-from moesaic.recipe import dump_recipe, load_recipe
+from moesaic.recipe import dump_recipe, load_recipe, recipe_values
 from moesaic.recipe_yaml import dump_yaml
 from moesaic.training.recipe import TrainRecipe
 
@@ -53,6 +53,45 @@ def prepare_step(data: str | None, domains: Sequence[str], scale: DataScale, voc
         name=PREPARE,
         commands=(task_command("prepare", PREPARE),),
         files={task_file(PREPARE): dump_yaml(settings)},
+    )
+
+
+def experiment_plan(
+    name: str,
+    scale: Scale,
+    data: str | None,
+    *,
+    parts: Mapping[str, object],
+    vocabulary: int,
+    seeds: int,
+    steps_of_seed: Callable[[Sequence[str], int], Iterable[Step]],
+    notices: Sequence[str] = (),
+) -> Plan:
+    """Data first, the steps of each seed, the report last.
+
+    Args:
+        name: of the experiment.
+        scale: its size.
+        data: folder of --data, or None.
+        parts: the parts of the scale that it uses, beside `data`, by name.
+        vocabulary: tokens of the tokenizer.
+        seeds: repetitions.
+        steps_of_seed: (domains, seed) -> steps.
+        notices: what the plan leaves out or changes, and why.
+    """
+    domains = domains_of(data)
+    steps = [prepare_step(data, domains, scale.data, vocabulary)]
+    for seed in range(seeds):
+        steps += steps_of_seed(domains, seed)
+    steps.append(Step(name=REPORT, commands=(("lab", "report", ".", "--quiet"),), needs=tuple(s.name for s in steps)))
+    return Plan(
+        experiment=name,
+        data=data,
+        domains=domains,
+        seeds=seeds,
+        scale={part: recipe_values(value) for part, value in {"data": scale.data, **parts}.items()},
+        steps=tuple(steps),
+        notices=tuple(notices),
     )
 
 

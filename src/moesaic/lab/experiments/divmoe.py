@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from moesaic.lab.experiments.divmoe_tables import tables
-from moesaic.lab.plan import REPORT, Plan, Step
+from moesaic.lab.plan import Plan, Step
 from moesaic.lab.rows import ROWS
 from moesaic.lab.scale import DivmoeMethod, DivmoeScale, Scale, TrainScale
 from moesaic.lab.writing import (
@@ -18,13 +18,12 @@ from moesaic.lab.writing import (
     Run,
     dense_config,
     domains_of,
-    prepare_step,
+    experiment_plan,
     steps_of,
     task_command,
     task_file,
     train_step,
 )
-from moesaic.recipe import recipe_values
 from moesaic.recipe_yaml import dump_yaml
 
 __all__ = ["NAME", "plan", "tables"]
@@ -63,22 +62,19 @@ _FINE_SHARDS = 2
 
 def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
     """All steps of the experiment."""
-    domains = domains_of(data)
-    steps = [prepare_step(data, domains, scale.data, scale.divmoe.model.vocabulary)]
-    left_out = [method for method in scale.divmoe.methods if not fits(method, len(domains))]
+    number = len(domains_of(data))
+    left_out = [method for method in scale.divmoe.methods if not fits(method, number)]
     methods = tuple(method for method in scale.divmoe.methods if method not in left_out)
-    for seed in range(seeds):
-        steps += _steps_of_seed(replace(scale.divmoe, methods=methods), domains, seed, with_tasks=data is None)
-    steps.append(Step(name=REPORT, commands=(("lab", "report", ".", "--quiet"),), needs=tuple(s.name for s in steps)))
-    values = {"data": recipe_values(scale.data), NAME: recipe_values(scale.divmoe)}
-    return Plan(
-        experiment=NAME,
-        data=data,
-        domains=domains,
+    divmoe = replace(scale.divmoe, methods=methods)
+    return experiment_plan(
+        NAME,
+        scale,
+        data,
+        parts={NAME: scale.divmoe},
+        vocabulary=divmoe.model.vocabulary,
         seeds=seeds,
-        scale=values,
-        steps=tuple(steps),
-        notices=_notices(left_out, len(domains)),
+        steps_of_seed=lambda domains, seed: _steps_of_seed(divmoe, domains, seed, with_tasks=data is None),
+        notices=_notices(left_out, number),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from moesaic.lab.experiments.emo_tables import tables
-from moesaic.lab.plan import REPORT, Plan, Step
+from moesaic.lab.plan import Plan, Step
 from moesaic.lab.rows import ROWS
 from moesaic.lab.scale import EmoScale, Scale
 from moesaic.lab.writing import (
@@ -14,14 +14,12 @@ from moesaic.lab.writing import (
     STAGE_SEED,
     Run,
     dense_config,
-    domains_of,
-    prepare_step,
+    experiment_plan,
     task_command,
     task_file,
     train_file,
     train_step,
 )
-from moesaic.recipe import recipe_values
 from moesaic.recipe_yaml import dump_yaml
 
 __all__ = ["NAME", "plan", "tables"]
@@ -34,13 +32,15 @@ _POOL_STEPS = 3
 
 def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
     """All steps of the experiment."""
-    domains = domains_of(data)
-    steps = [prepare_step(data, domains, scale.data, scale.emo.model.vocabulary)]
-    for seed in range(seeds):
-        steps += _steps_of_seed(scale.emo, domains, seed)
-    steps.append(Step(name=REPORT, commands=(("lab", "report", ".", "--quiet"),), needs=tuple(s.name for s in steps)))
-    values = {"data": recipe_values(scale.data), NAME: recipe_values(scale.emo)}
-    return Plan(experiment=NAME, data=data, domains=domains, seeds=seeds, scale=values, steps=tuple(steps))
+    return experiment_plan(
+        NAME,
+        scale,
+        data,
+        parts={NAME: scale.emo},
+        vocabulary=scale.emo.model.vocabulary,
+        seeds=seeds,
+        steps_of_seed=lambda domains, seed: _steps_of_seed(scale.emo, domains, seed),
+    )
 
 
 def _steps_of_seed(emo: EmoScale, domains: Sequence[str], seed: int) -> Iterator[Step]:

@@ -12,19 +12,17 @@ from dataclasses import replace
 from typing import Any
 
 from moesaic.lab.experiments.expand_tables import tables
-from moesaic.lab.plan import REPORT, Plan, Step
+from moesaic.lab.plan import Plan, Step
 from moesaic.lab.scale import ExpandScale, Scale, TrainScale, Treatment
 from moesaic.lab.writing import (
     STAGE_SEED,
     Run,
     dense_config,
-    domains_of,
-    prepare_step,
+    experiment_plan,
     steps_of,
     train_file,
     train_step,
 )
-from moesaic.recipe import recipe_values
 
 __all__ = ["NAME", "plan", "tables"]
 
@@ -37,19 +35,14 @@ _UTILITY_SEQUENCES = 8
 
 def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
     """All steps of the experiment."""
-    domains = domains_of(data)
-    steps = [prepare_step(data, domains, scale.data, scale.expand.model.vocabulary)]
-    for seed in range(seeds):
-        steps += _Seed(scale.expand, domains, seed).steps()
-    steps.append(Step(name=REPORT, commands=(("lab", "report", ".", "--quiet"),), needs=tuple(s.name for s in steps)))
-    values = {"data": recipe_values(scale.data), NAME: recipe_values(scale.expand)}
-    return Plan(
-        experiment=NAME,
-        data=data,
-        domains=domains,
+    return experiment_plan(
+        NAME,
+        scale,
+        data,
+        parts={NAME: scale.expand},
+        vocabulary=scale.expand.model.vocabulary,
         seeds=seeds,
-        scale=values,
-        steps=tuple(steps),
+        steps_of_seed=lambda domains, seed: _Seed(scale.expand, domains, seed).steps(),
         notices=_notices(scale.expand),
     )
 

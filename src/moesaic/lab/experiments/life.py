@@ -11,21 +11,20 @@ from typing import Any
 
 from moesaic.lab.experiments.divmoe import dense_stages, fits, upcycle_command
 from moesaic.lab.experiments.life_tables import tables
-from moesaic.lab.plan import REPORT, Plan, Step
+from moesaic.lab.plan import Plan, Step
 from moesaic.lab.rows import ROWS
 from moesaic.lab.scale import DivmoeScale, LifeScale, Scale, TrainScale
 from moesaic.lab.writing import (
     STAGE_SEED,
     Run,
     domains_of,
-    prepare_step,
+    experiment_plan,
     steps_of,
     task_command,
     task_file,
     train_file,
     train_step,
 )
-from moesaic.recipe import recipe_values
 from moesaic.recipe_yaml import dump_yaml
 
 __all__ = ["NAME", "plan", "tables"]
@@ -40,21 +39,15 @@ _TO_ZERO = {"schedule": "linear", "min_lr": 0.0, "warmup_steps": 0}
 
 def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
     """All steps of the experiment."""
-    domains = domains_of(data)
-    steps = [prepare_step(data, domains, scale.data, scale.divmoe.model.vocabulary)]
-    for seed in range(seeds):
-        steps += _Life(scale.divmoe, scale.life, domains, seed).steps()
-    steps.append(Step(name=REPORT, commands=(("lab", "report", ".", "--quiet"),), needs=tuple(s.name for s in steps)))
-    parts = {"data": scale.data, "divmoe": scale.divmoe, NAME: scale.life}
-    values = {name: recipe_values(part) for name, part in parts.items()}
-    return Plan(
-        experiment=NAME,
-        data=data,
-        domains=domains,
+    return experiment_plan(
+        NAME,
+        scale,
+        data,
+        parts={"divmoe": scale.divmoe, NAME: scale.life},
+        vocabulary=scale.divmoe.model.vocabulary,
         seeds=seeds,
-        scale=values,
-        steps=tuple(steps),
-        notices=() if fits(_METHOD, len(domains)) else (_NO_SQUARE,),
+        steps_of_seed=lambda domains, seed: _Life(scale.divmoe, scale.life, domains, seed).steps(),
+        notices=() if fits(_METHOD, len(domains_of(data))) else (_NO_SQUARE,),
     )
 
 
