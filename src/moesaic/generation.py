@@ -130,14 +130,14 @@ def _added_text(tokenizer: Any, prompt: list[int], added: list[int]) -> str:
 def _restrict(model: Any, checkpoint: str | Path, file: str | Path) -> None:
     """Let the model use the experts of a selection that was made for this checkpoint."""
     from moesaic.checkpoint.source import open_checkpoint
-    from moesaic.families.moe import detect_moe
+    from moesaic.families.moe import detect_running
     from moesaic.selection.restriction import restrict
     from moesaic.selection.selection import load_selection
     from moesaic.selection.source import describe, refuse_other_model
 
     selection = load_selection(file)
     opened = open_checkpoint(checkpoint)
-    refuse_other_model(selection.source, describe(opened, detect_moe(opened)), str(file))
+    refuse_other_model(selection.source, describe(opened, detect_running(opened)), str(file))
     restrict(model, selection)
 
 

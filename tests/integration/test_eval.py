@@ -253,6 +253,7 @@ def test_results_say_which_experts_are_used(routed: Path, evals: Path, tmp_path:
     small = evaluate(tmp_path / "small", suite="piqa", data_dir=evals, limit=1).document
     assert small["checkpoint"]["experts"] == {"kept": 3, "of": 8}
     assert in_place["checkpoint"]["sample_hash"] in small["checkpoint"]["made_from"]
+    assert small["checkpoint"]["full_model"] == in_place["checkpoint"]["full_model"]
 
 
 def test_a_folder_of_selections_on_the_rows_that_they_leave(routed: Path, tmp_path: Path):

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import moesaic
 from moesaic.checkpoint.source import open_checkpoint
@@ -21,7 +22,7 @@ from moesaic.selection.selection import load_selection
 from moesaic.selection.source import describe
 from moesaic.selection.statistics import SUMS, load_statistics
 from tests.tiny_moes import save_tiny_moe
-from tests.tiny_training import save_tokenizer, tiny_recipe, write_documents
+from tests.tiny_training import VOCABULARY, save_tokenizer, tiny_recipe, write_documents
 from tests.unit.selection.kinds import KINDS, save_kind
 
 DOCUMENTS = [[5, 9, 33, 7, 80, 41], [17, 4, 28], [50, 51, 52, 53, 60, 70, 3, 8], [90, 91], [11, 12, 13, 14]]
@@ -309,17 +310,49 @@ def test_generate_refuses_a_selection_of_another_model(tmp_path, moe):
         moesaic.generate(moe, "abc", selection=tmp_path / "s.json")
 
 
-def test_a_subset_of_a_trained_subset_knows_its_parents(tmp_path, moe):
-    """A checkpoint that `train` wrote from a subset is found through its record."""
-    extract(moe, select(moe, keep=4, method="random"), tmp_path / "cut")
-    trained = tmp_path / "trained"
-    load(tmp_path / "cut").save_pretrained(trained)
-    record = {"format": "moesaic/1", "verb": "train", "sources": [{"path": str(tmp_path / "cut")}]}
-    (trained / "moesaic.json").write_text(json.dumps(record))
-    assert moesaic.merge_back(moe, trained, tmp_path / "full").experts == 8
-    (tmp_path / "cut").rename(tmp_path / "moved")
-    with pytest.raises(MoesaicError, match=r"was trained from .*cut, which is not there any more"):
-        moesaic.merge_back(moe, trained, tmp_path / "again")
+def record(folder):
+    return json.loads((folder / "moesaic.json").read_text())
+
+
+def test_a_trained_subset_carries_the_ids_of_its_experts(tmp_path, moe):
+    """Whatever becomes of the folder that it was trained from."""
+    extract(moe, select(moe, keep=4, method="random", seed=1), tmp_path / "cut")
+    ids = record(tmp_path / "cut")["experts"]["original"]
+    recipe = tiny_recipe(tmp_path / "data", model=str(tmp_path / "cut"), tokenizer=None)
+    moesaic.train(recipe, tmp_path / "trained", quiet=True)
+    extract(moe, select(moe, keep=4, method="random", seed=2), tmp_path / "cut", overwrite=True)
+    assert record(tmp_path / "cut")["experts"]["original"] != ids
+    moesaic.merge_back(moe, tmp_path / "trained", tmp_path / "full")
+    full, trained = (load(tmp_path / name).state_dict() for name in ("full", "trained"))
+    for layer, kept in enumerate(ids):
+        name = f"model.layers.{layer}.mlp.experts.down_proj"
+        assert torch.equal(full[name][kept], trained[name])
+
+
+def test_layers_for_multi_token_prediction_are_left_out_of_a_subset(tmp_path, moe):
+    """Checkpoints of DeepSeek-V3 and GLM-4.5 store one behind the last layer, which transformers does not load."""
+    full = save_tokenizer(save_tiny_moe(tmp_path / "full", "deepseek_v3", vocab_size=VOCABULARY, n_group=2))
+    tensors = load_file(full / "model.safetensors")
+    more = {n.replace("layers.1.", "layers.2."): t.clone() for n, t in tensors.items() if "layers.1." in n}
+    save_file(tensors | more, full / "model.safetensors", metadata={"format": "pt"})
+    file = full / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_nextn_predict_layers": 1}))
+    selection = select(full, keep=4, data=tmp_path / "math.jsonl", examples=3)
+    assert selection.source.layers == (1,)
+    extract(full, selection, tmp_path / "cut")
+    cut = load_file(tmp_path / "cut" / "model.safetensors")
+    assert not any("layers.2." in name for name in cut)
+    assert json.loads((tmp_path / "cut" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    model = load(full)
+    with moesaic.restrict(model, selection):
+        masked = model(torch.arange(3, 20)[None], use_cache=False).logits
+    torch.testing.assert_close(load(tmp_path / "cut")(torch.arange(3, 20)[None], use_cache=False).logits, masked)
+    moesaic.merge_back(full, tmp_path / "cut", tmp_path / "back", parts=("router", "shared", "other"))
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    before = load_file(full / "model.safetensors")
+    assert back.keys() == before.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in before.items())
+    moesaic.inspect(full, tmp_path / "seen", data=tmp_path / "math.jsonl", min_length=1, clusters=2)
 
 
 def test_a_subset_is_trained_and_comes_back(tmp_path, moe):

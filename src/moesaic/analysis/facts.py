@@ -8,7 +8,7 @@ from moesaic.analysis.inspection import ModelFacts
 from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.errors import MoesaicError
-from moesaic.families.moe import MoEModel, detect_moe
+from moesaic.families.moe import MoEModel, detect_running
 from moesaic.families.moe_table import MOE_FAMILIES, family_of
 from moesaic.selection.source import describe, group_count
 
@@ -32,7 +32,7 @@ def open_routers(checkpoint: Checkpoint) -> MoEModel:
             f"{checkpoint.name}: has no routers to look into: model_type {config.get('model_type')!r} is no MoE family "
             f"known here ({known})"
         )
-    return detect_moe(checkpoint)
+    return detect_running(checkpoint)
 
 
 def model_facts(checkpoint: Checkpoint, model: MoEModel) -> ModelFacts:

@@ -28,6 +28,8 @@ _MUST_AGREE = ("settings", "versions")
 def new_document(opened: Checkpoint, settings: Mapping[str, Any]) -> dict[str, Any]:
     """A results file without results; reads all of the checkpoint for its hash."""
     record = read_provenance(opened.path) or {}
+    sample, lineage = sample_hash(opened), record.get("lineage")
+    full_model = lineage[-1]["model"]["sample_hash"] if lineage else sample  # of which this is a subset, or itself
     return {
         "format": FORMAT,
         "checkpoint": {
@@ -35,9 +37,10 @@ def new_document(opened: Checkpoint, settings: Mapping[str, Any]) -> dict[str, A
             "revision": opened.revision,
             "model_type": opened.config.get("model_type"),
             "weights_hash": fingerprint(opened),
-            "sample_hash": sample_hash(opened),
+            "sample_hash": sample,
             "verb": record.get("verb"),
             "made_from": _made_from(record),
+            "full_model": full_model,
             "experts": _experts(opened, record),
         },
         "settings": dict(settings),
@@ -160,16 +163,26 @@ def refuse_other_settings(path: Path, old: Mapping[str, Any], new: Mapping[str, 
                 )
 
 
-def finished(path: Path, old: Mapping[str, Any], name: str, identity: Mapping[str, Any]) -> bool:
-    """Whether a results file has a task already; one measured on other data or with other shots is refused."""
+def finite_only(value: Any) -> Any:
+    """Plain values with None for every number that JSON does not have: NaN and the infinities."""
+    if isinstance(value, dict):
+        return {key: finite_only(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [finite_only(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def finished(path: Path, old: Mapping[str, Any], name: str, identity: Mapping[str, Any], metric: str) -> bool:
+    """Whether a results file has a task already; one of other data, other shots or another metric is refused."""
     if name not in old["tasks"]:
         return False
-    before = old["tasks"][name]["identity"]
-    for key in sorted({*before, *identity}):
-        if before.get(key) != identity.get(key):
+    entry = old["tasks"][name]
+    before, now = {**entry["identity"], "metric": entry["metric"]}, {**identity, "metric": metric}
+    for key in sorted({*before, *now}):
+        if before.get(key) != now.get(key):
             raise MoesaicError(
                 f"{path}: {name} was measured with {key} {_short(before.get(key))}, this call has "
-                f"{_short(identity.get(key))}; use another --out, or --overwrite to begin anew"
+                f"{_short(now.get(key))}; use another --out, or --overwrite to begin anew"
             )
     return True
 

@@ -8,10 +8,12 @@ import xxhash
 
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.source import Checkpoint
+from moesaic.data.files import find_files
+from moesaic.data.recipe import SourceRecipe
 from moesaic.errors import MoesaicError
 from moesaic.evaluation.benchmarks import categories_of_selection
 from moesaic.evaluation.local import DataMissingError, HeldOut
-from moesaic.families.moe import detect_moe
+from moesaic.families.moe import detect_running
 from moesaic.selection.selection import Selection, load_selection
 from moesaic.selection.source import describe, refuse_other_model
 
@@ -39,13 +41,27 @@ class Subset:
         """The share of the rows that it was made on, where it was made on a share."""
         data = self.selection.details.get("data") or {}
         share = data.get("split")
-        return None if share is None else HeldOut(share=float(share), seed=int(data.get("seed", 0)))
+        return None if share is None or share >= 1 else HeldOut(share=float(share), seed=int(data.get("seed", 0)))
 
-    def saw_all_of(self, file: Path) -> bool:
-        """Whether it was made on all rows of a file, or of a folder with it."""
-        data = self.selection.details.get("data") or {}
-        made_on = data.get("path")
-        return made_on is not None and self.drawn() is None and file.resolve().is_relative_to(Path(made_on).resolve())
+    def made_on(self, file: Path) -> bool:
+        """Whether it was made on rows of a file, or of a folder with it."""
+        data = self._data_path()
+        return data is not None and file.resolve().is_relative_to(data)
+
+    def drawn_from(self, file: Path) -> HeldOut | None:
+        """The share of a file's rows that it was made on.
+
+        None also for all but the first file of a folder: rows are counted over all files, so theirs are not known.
+        """
+        data = self._data_path()
+        if data is None or not self.made_on(file):
+            return None
+        first = data if data.is_file() else find_files(SourceRecipe(path=str(data), domain=""), quiet=True)[0].path
+        return self.drawn() if first.resolve() == file.resolve() else None
+
+    def _data_path(self) -> Path | None:
+        path = (self.selection.details.get("data") or {}).get("path")
+        return None if path is None else Path(path).expanduser().resolve()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +96,7 @@ def load_subsets(path: Path, checkpoint: Checkpoint) -> Subsets:
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not files:
         raise MoesaicError(f"--selection {path}: the folder has no selection (.json); make them with `moesaic select`")
-    source = describe(checkpoint, detect_moe(checkpoint))
+    source = describe(checkpoint, detect_running(checkpoint))
     found = {}
     for file in files:
         selection = load_selection(file)

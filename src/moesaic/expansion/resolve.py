@@ -12,7 +12,7 @@ from moesaic.errors import MoesaicError
 from moesaic.expansion.allocation import allocate, evenly, sources_of
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.expansion.targets import Conversion, conversion_of
-from moesaic.families.moe import MoELayerTensors, MoEModel, detect_moe
+from moesaic.families.moe import MoEModel, beyond_depth, detect_moe
 from moesaic.upcycling.streams import stream_key
 
 Utilities = Mapping[int, tuple[float, ...]]
@@ -170,12 +170,6 @@ def group_count(config: Mapping[str, Any], model: MoEModel) -> int:
     return value if isinstance(value, int) else 1
 
 
-def runs(plan: ExpandPlan, layer: MoELayerTensors) -> bool:
-    """Whether the model has this layer: checkpoints also store layers for multi-token prediction behind the last."""
-    depth = plan.checkpoint.config.get("num_hidden_layers")
-    return not isinstance(depth, int) or layer.layer < depth
-
-
 def _utility(recipe: ExpandRecipe) -> Any:
     if recipe.utility is not None or recipe.utility_from is not None:
         return recipe.utility
@@ -263,7 +257,7 @@ def _notices(plan: ExpandPlan) -> list[str]:
     if unused and plan.recipe.utility in ("uniform", "weight_norm", None):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
         notices.append(f"{flags}: without effect, no text is read; --calibration gives utilities from gradients")
-    extra = [layer.layer for layer in plan.model.layers if not runs(plan, layer)]
+    extra = [layer.layer for layer in plan.model.layers if beyond_depth(plan.checkpoint.config, layer.layer)]
     if extra and plan.recipe.utility != "uniform":
         numbers = ", ".join(map(str, extra))
         notices.append(f"layer {numbers} is for multi-token prediction and has no gradients: copies are spread evenly")

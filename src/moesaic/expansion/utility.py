@@ -16,7 +16,8 @@ from moesaic.errors import MoesaicError
 from moesaic.expansion.gradients import ExpertGradients, expert_gradients, norms_of_stacks
 from moesaic.expansion.layers import LayerFile
 from moesaic.expansion.recipe import GRADIENT_UTILITIES
-from moesaic.expansion.resolve import ExpandPlan, runs
+from moesaic.expansion.resolve import ExpandPlan
+from moesaic.families.moe import beyond_depth
 from moesaic.progress import progress
 
 FORMAT = "moesaic-utility/1"
@@ -137,7 +138,7 @@ def read_utilities(path: Path, plan: ExpandPlan) -> UtilityTable:
     per_layer: dict[int, tuple[float, ...]] = {}
     for layer in plan.model.layers:
         entry = layers.get(str(layer.layer))
-        if entry is None and not runs(plan, layer):
+        if entry is None and beyond_depth(plan.checkpoint.config, layer.layer):
             continue
         values = entry.get("utility") if isinstance(entry, dict) else None
         if values is None or not _are_utilities(values, layer.num_experts):

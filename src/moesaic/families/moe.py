@@ -7,7 +7,7 @@ every expert has a tensor of its own.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moesaic.checkpoint.source import Checkpoint
@@ -121,6 +121,27 @@ def detect_moe(checkpoint: Checkpoint) -> MoEModel:
     return MoEModel(
         family=family, num_experts=count, top_k=_integer(config, family.top_k_key, checkpoint), layers=layers
     )
+
+
+def detect_running(checkpoint: Checkpoint) -> MoEModel:
+    """`detect_moe` without the layers for multi-token prediction that checkpoints store behind the model's last one.
+
+    transformers does not load these, so nothing routes in them.
+    """
+    model = detect_moe(checkpoint)
+    return replace(model, layers=tuple(one for one in model.layers if not beyond_depth(checkpoint.config, one.layer)))
+
+
+def beyond_depth(config: Mapping[str, Any], layer: int | None) -> bool:
+    """Whether a layer is behind the model's last one; None is no layer."""
+    depth = config.get("num_hidden_layers")
+    return layer is not None and isinstance(depth, int) and layer >= depth
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a tensor belongs to."""
+    match = _LAYER.match(name)
+    return None if match is None else int(match["layer"])
 
 
 def expert_count(config: Mapping[str, Any], family: MoEFamily, name: str) -> int:

@@ -34,7 +34,7 @@ def results_payload(path: Path) -> dict[str, Any]:
         return {
             "file": str(path),
             "checkpoint": {key: checkpoint[key] for key in ("name", "revision", "model_type")},
-            "model": _full_model(checkpoint),
+            "model": checkpoint["full_model"],
             "settings": document["settings"],
             "suites": document["suites"],
             "tasks": {name: _task(task, checkpoint) for name, task in document["tasks"].items()},
@@ -43,13 +43,6 @@ def results_payload(path: Path) -> dict[str, Any]:
         }
     except (KeyError, TypeError, AttributeError) as error:
         raise MoesaicError(f"{path}: damaged results file ({error}); evaluate again") from error
-
-
-def _full_model(checkpoint: Mapping[str, Any]) -> str:
-    """What an evaluation of fewer experts is compared with: the model that a subset was extracted from, or itself."""
-    experts = checkpoint["experts"]
-    extracted = experts is not None and experts["kept"] < experts["of"]
-    return checkpoint["made_from"][0] if extracted and checkpoint["made_from"] else checkpoint["weights_hash"]
 
 
 def _task(task: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from moesaic.checkpoint.pieces import NewTensor, slot_tensor, whole
 from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.rewrite import Rewrite, RewriteResult, original_experts, rewrite_unless_dry
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
-from moesaic.families.moe import MoELayerTensors, MoEModel, detect_moe
+from moesaic.families.moe import MoELayerTensors, MoEModel, beyond_depth, detect_running, layer_of
 from moesaic.families.moe_table import EXPERT_COUNT_KEYS
 from moesaic.selection.choose import check_counts, own_groups, refuse_uneven
 from moesaic.selection.lineage import extend, find_lineage
@@ -103,7 +103,7 @@ def extract(
 def plan_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -> tuple[Rewrite, int]:
     """The new checkpoint, resolved from headers, and its number of active experts."""
     source = open_checkpoint(recipe.checkpoint)
-    model = detect_moe(source)
+    model = detect_running(source)
     identity = describe(source, model)
     refuse_other_model(selection.source, identity, recipe.selection)
     keep = refuse_uneven(selection, recipe.selection)
@@ -148,6 +148,8 @@ def sliced_tensors(source: Checkpoint, model: MoEModel, selection: Selection) ->
     """All tensors of the result, in the order of the source."""
     made: dict[str, NewTensor] = {}
     sliced: set[str] = set()
+    if selection.counts[0] < model.num_experts:  # layers that nothing was selected for, and that do not run
+        sliced.update(name for name in source.tensors if beyond_depth(source.config, layer_of(name)))
     for layer, ids in zip(model.layers, selection.kept, strict=True):
         for tensor in layer.expert_tensors:
             sliced.update(tensor.names(layer.num_experts))
@@ -170,6 +172,9 @@ def _sliced_layer(source: Checkpoint, layer: MoELayerTensors, ids: tuple[int, ..
     return made
 
 
+_PREDICTED = "num_nextn_predict_layers"
+
+
 def cut_config(config: Mapping[str, Any], model: MoEModel, selection: Selection, active: int) -> dict[str, Any]:
     """The config with the new numbers of experts and active experts, and the groups of the kept experts."""
     new = copy.deepcopy(dict(config))
@@ -179,6 +184,8 @@ def cut_config(config: Mapping[str, Any], model: MoEModel, selection: Selection,
     for key in (model.family.top_k_key, *_TOP_K_ALIASES):
         if key in config:
             new[key] = active
+    if config.get(_PREDICTED) and selection.counts[0] < model.num_experts:
+        new[_PREDICTED] = 0
     groups = own_groups(config, len(selection.kept))
     if groups is not None and selection.counts[0] < model.num_experts:
         new["expert_groups"] = [

@@ -1,10 +1,9 @@
 """Which experts of which model a subset's experts are, through fine-tuning and repeated extraction. Torch-free."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.provenance import read_provenance
+from moesaic.checkpoint.provenance import PROVENANCE_FILE, read_provenance
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.selection.source import SourceModel, source_from_json
@@ -34,27 +33,10 @@ def extend(parent: SourceModel, kept: Ids, earlier: Lineage | None) -> Lineage:
 
 
 def find_lineage(checkpoint: Checkpoint) -> Lineage | None:
-    """The record of `extract` in moesaic.json, of the checkpoint or of the one that it was trained from; else None."""
-    folder = checkpoint.path
-    for _ in range(_MOST_RUNS):
-        record = read_provenance(folder)
-        if record is None:
-            return None
-        if "lineage" in record:
-            return _read(record["lineage"], str(folder / "moesaic.json"))
-        sources = record.get("sources") or []
-        if record.get("verb") != "train" or len(sources) != 1:
-            return None
-        folder = Path(str(sources[0].get("path")))
-        if not folder.is_dir():
-            raise MoesaicError(
-                f"{checkpoint.name}: was trained from {folder}, which is not there any more, so its experts' original "
-                "ids are unknown; put that folder back"
-            )
-    return None
-
-
-_MOST_RUNS = 1000
+    """The record of `extract` in moesaic.json, which training hands on; None for a model that is no subset."""
+    record = read_provenance(checkpoint.path) or {}
+    where = str(checkpoint.path / PROVENANCE_FILE)
+    return _read(record["lineage"], where) if "lineage" in record else None
 
 
 def _read(value: Any, where: str) -> Lineage:

@@ -11,7 +11,7 @@ from moesaic.checkpoint.pieces import CopiedTensor, Put, Run, Work, whole
 from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.errors import MoesaicError
-from moesaic.families.moe import ROUTER_ROLES, ExpertTensor, MoELayerTensors, MoEModel
+from moesaic.families.moe import ROUTER_ROLES, ExpertTensor, MoELayerTensors, MoEModel, beyond_depth, layer_of
 from moesaic.selection.lineage import Ids
 from moesaic.selection.slots import Slot, expert_slots, whole_slot
 
@@ -102,7 +102,8 @@ def merged_tensors(
                 made.update(_expert_tensors(merge, tensor, layer, cut, kept))
     for name, info in merge.full.tensors.items():
         part = "shared" if name in shared else "other"
-        if name not in experts and part in parts:
+        stored_only = beyond_depth(merge.full.config, layer_of(name))
+        if name not in experts and part in parts and not stored_only:
             made[name] = merge.whole(info)
     tensors = [made[name][0] if name in made else whole(info) for name, info in merge.full.tensors.items()]
     return tensors, [one for _, work in made.values() for one in work]

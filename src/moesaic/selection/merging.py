@@ -11,7 +11,7 @@ from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.rewrite import Rewrite, RewriteResult, rewrite_unless_dry
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.errors import MoesaicError
-from moesaic.families.moe import MoEModel, detect_moe
+from moesaic.families.moe import MoEModel, detect_running
 from moesaic.selection.lineage import Ids, find_lineage
 from moesaic.selection.merge_tensors import Merge, merged_tensors
 from moesaic.selection.source import SourceModel, describe, source_from_json
@@ -109,7 +109,7 @@ def plan_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[Rewrite, 
     """The new checkpoint, resolved from headers, and the ids that the subset's experts have in it."""
     _check(recipe)
     full, subset = open_checkpoint(recipe.full), open_checkpoint(recipe.subset)
-    full_model, subset_model = detect_moe(full), detect_moe(subset)
+    full_model, subset_model = detect_running(full), detect_running(subset)
     identity = describe(full, full_model)
     bases = _bases(full, identity)
     since, ids = _place(bases, subset, subset_model)

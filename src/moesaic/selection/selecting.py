@@ -10,7 +10,7 @@ from moesaic.checkpoint.pio import check_file
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.families.context import trained_context
-from moesaic.families.moe import MoEModel, detect_moe
+from moesaic.families.moe import MoEModel, detect_running
 from moesaic.progress import notice
 from moesaic.selection.calibration import Calibration, calibration_texts, domain_of, encode_texts
 from moesaic.selection.choose import best_experts, check_counts, parse_keep
@@ -100,7 +100,7 @@ def select(
         if target is not None:
             check_file(target)
     opened = open_checkpoint(checkpoint)
-    model = detect_moe(opened)
+    model = detect_running(opened)
     source = describe(opened, model)
     count = parse_keep(keep, source.num_experts, source.num_groups)
     if count % source.num_groups:

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from moesaic.checkpoint.reader import read_tensor
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.errors import MoesaicError
-from moesaic.families.moe import ROUTER_ROLES, detect_moe
+from moesaic.families.moe import ROUTER_ROLES, detect_running
 from moesaic.selection.experts import find_block
 from moesaic.selection.rules import install_recorded
 from moesaic.selection.stacking import ExpertStacks
@@ -68,7 +68,7 @@ class StreamedModel:
         self._model: PreTrainedModel = model.eval()
         self._base: Any = model.base_model
         self._conversions: list[Any] = list(get_model_conversion_mapping(model))
-        self._moe_layers = {layer.layer: layer for layer in detect_moe(checkpoint).layers}
+        self._moe_layers = {layer.layer: layer for layer in detect_running(checkpoint).layers}
         self._stacked = {
             name
             for layer in self._moe_layers.values()

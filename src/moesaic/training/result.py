@@ -137,19 +137,27 @@ def routing_record(trained: TrainedModel) -> dict[str, Any] | None:
 
 
 def _experts(recipe: TrainRecipe, expansions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The expansions of the run, and the ids that its experts had in the first model of all."""
+    """The expansions of the run, or of which models' experts its own are a part; the ids in the first model of all."""
     known = known_experts(recipe, expansions)
     experts = {} if known is None else {"experts": known}
-    return experts | ({"expansions": [dict(one) for one in expansions]} if expansions else {})
+    if expansions:
+        return experts | {"expansions": [dict(one) for one in expansions]}
+    lineage = _source_record(recipe).get("lineage")
+    return experts if lineage is None else experts | {"lineage": lineage}
 
 
 def known_experts(recipe: TrainRecipe, expansions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The `experts` entry of moesaic.json after these expansions: the last one's, else what the source has."""
     if expansions:
         return {"original": expansions[-1]["original"]}
-    record = read_provenance(open_checkpoint(recipe.model).path) if isinstance(recipe.model, str) else None
-    original = (record or {}).get("experts", {}).get("original")
+    original = _source_record(recipe).get("experts", {}).get("original")
     return None if original is None else {"original": original}
+
+
+def _source_record(recipe: TrainRecipe) -> dict[str, Any]:
+    """moesaic.json of the checkpoint that the run started from; empty where there is none."""
+    record = read_provenance(open_checkpoint(recipe.model).path) if isinstance(recipe.model, str) else None
+    return record or {}
 
 
 def _write_weights(tensors: Mapping[str, Tensor], folder: Path) -> str:
