@@ -95,8 +95,8 @@ def read_plan(out: Path) -> Plan:
         )
         for step in values.pop("steps")
     )
-    lists = {name: tuple(values.get(name, ())) for name in ("domains", "notices")}
-    return Plan(**values | lists | {"steps": steps})
+    domains, notices = (tuple(values.pop(name, ())) for name in ("domains", "notices"))
+    return Plan(**values, domains=domains, notices=notices, steps=steps)
 
 
 def check_folder(plan: Plan, out: Path) -> None:

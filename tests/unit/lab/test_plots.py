@@ -5,7 +5,7 @@ import re
 from moesaic.lab.plots import learning_curves, retention
 
 
-def _subset(model, share, losses, documents=5, method="router"):
+def _subset(model, share, losses, documents: int | None = 5, method="router"):
     labels = {"measure": "subset_loss", "model": model, "share": share}
     chosen = {} if share == 1.0 else {"method": method, "documents": documents}
     return [
