@@ -1,5 +1,7 @@
 """Loading checkpoints, dense or MoE, as transformers models."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,17 +47,19 @@ def load(
 
     checkpoint = open_checkpoint(path)
     place, number_type = pick_device(device), pick_dtype(dtype)
-    refuse_unknown_architecture(checkpoint.config, str(path))
+    config = load_config(checkpoint.path, str(path))
     # A mismatch of shapes would be an error of many lines; what was not loaded is looked at below instead.
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        checkpoint.path,
-        dtype=number_type,
-        trust_remote_code=False,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-        local_files_only=True,
-        distributed_config=distributed,
-    )
+    with _explained(checkpoint.path / "config.json", LookupError, ArithmeticError, AssertionError):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            checkpoint.path,
+            config=config,
+            dtype=number_type,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            local_files_only=True,
+            distributed_config=distributed,
+        )
     model, loading = loaded
     for kind, what in (
         ("missing_keys", "has no tensor for"),
@@ -112,11 +116,31 @@ def pick_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
 
 
 def load_config(folder: Path, name: str) -> Any:
-    """The transformers configuration of a folder, or a MoesaicError for an unknown type. No remote code runs."""
+    """The transformers configuration of a folder. No remote code runs.
+
+    Raises:
+        MoesaicError: a type that is unknown, a value that its class does not take.
+    """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    refuse_unknown_architecture(load_json(folder / "config.json"), name)
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    file = folder / "config.json"
+    refuse_unknown_architecture(load_json(file), name)
+    kinds = (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+    with _explained(file, *kinds):
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+@contextmanager
+def _explained(config: Path, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn what transformers raises for a bad value in a config.json into a MoesaicError that names the file."""
+    try:
+        yield
+    except kinds as error:
+        reason = " ".join(str(error).split())
+        raise MoesaicError(
+            f"{config}: transformers cannot use a value in it ({type(error).__name__}: {reason}); correct it"
+        ) from error
 
 
 def refuse_unknown_architecture(config: dict[str, Any], name: str) -> None:

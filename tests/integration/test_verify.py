@@ -231,6 +231,33 @@ def test_specialists_that_are_gone_are_reported(models, tmp_path):
     assert any("could not be compared with the specialists" in note for note in report.notes)
 
 
+@pytest.mark.parametrize("shared", ["mean", "base"])
+def test_specialists_that_were_trained_further_are_not_compared_with(models, tmp_path, shared):
+    for name in ("base", "other1"):
+        shutil.copytree(models / name, tmp_path / name)
+    target = make(tmp_path, tmp_path / "moe", "divmoe", specialists=("base", "other1"), shared_weights=shared)
+    before = verify(tmp_path / "base", target, quiet=True)
+    assert before.layers[0].identity_error is not None
+    assert before.notes == ()
+    change(tmp_path / "other1", "model.layers.1.mlp.down_proj.weight", lambda w: w * 1.5)
+    after = verify(tmp_path / "base", target, quiet=True)
+    assert after.ok, after.lines()
+    assert after.layers[0].identity_error is None
+    (note,) = after.notes
+    assert f"the weights of {tmp_path / 'other1'} are not those that moesaic.json records for it" in note
+
+
+def test_another_model_in_a_specialist_s_place_is_not_compared_with(models, tmp_path):
+    shutil.copytree(models / "base", tmp_path / "base")
+    shutil.copytree(models / "other1", tmp_path / "other")
+    target = make(tmp_path, tmp_path / "moe", "divmoe", specialists=("base", "other"))
+    shutil.rmtree(tmp_path / "other")
+    save_tiny(tmp_path / "other", "llama", hidden_size=64)
+    report = verify(tmp_path / "base", target, quiet=True)
+    assert report.ok, report.lines()
+    assert any("other is another model than the base: hidden is 64 there and 32 in the base" in n for n in report.notes)
+
+
 def test_another_base_is_noticed(models, tmp_path, capsys):
     target = make(models, tmp_path / "moe", "virtual_group")
     report = verify(models / "other1", target)

@@ -1,6 +1,7 @@
 """Loading and generating: what is refused, and that results are reproducible."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -14,6 +15,8 @@ from moesaic.generation import generate
 from moesaic.loading import load, load_tokenizer, pick_device, pick_dtype
 from moesaic.routing.config import RuleConfig
 from moesaic.routing.install import find_installation, install
+from moesaic.upcycling.recipe import UpcycleRecipe
+from moesaic.upcycling.run import upcycle
 from tests.tiny_models import VOCABULARY, save_tiny, tiny_model
 from tests.tiny_moes import EXPERTS, save_tiny_moe
 
@@ -103,6 +106,32 @@ def test_the_routing_rule_that_training_recorded_is_installed_again(tmp_path):
 def test_other_architectures_are_refused(checkpoint, changes, message):
     change_config(checkpoint, **changes)
     assert message in refusal(load, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_size": "x"}, "StrictDataclassFieldValidationError: .*'hidden_size' expected int, got str"),
+        ({"num_attention_heads": 5}, "The hidden size .32. is not a multiple of the number of attention heads"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"hidden_act": "foo"}, "KeyError: 'foo'"),
+    ],
+)
+def test_bad_values_in_the_config_are_named_with_the_file(checkpoint, changes, reason):
+    change_config(checkpoint, **changes)
+    message = refusal(load, checkpoint)
+    assert message.startswith(f"{checkpoint / 'config.json'}: transformers cannot use a value in it (")
+    assert re.search(reason, message)
+
+
+def test_more_active_experts_than_there_are_is_one_line(tmp_path):
+    save_tiny(tmp_path / "base", "llama")
+    recipe = UpcycleRecipe(base=str(tmp_path / "base"), method="virtual_group", experts=8)
+    upcycle(recipe, tmp_path / "moe", quiet=True, workers=1)
+    change_config(tmp_path / "moe", num_experts_per_tok=9)
+    assert "moe/config.json: transformers cannot use a value in it (ValueError: num_experts_per_tok is 9" in refusal(
+        load, tmp_path / "moe"
+    )
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu:x", ""])

@@ -151,6 +151,8 @@ def _scores(task: str, entry: Mapping[str, Any], condition: str) -> Iterator[tup
             ("bits_per_byte", "bits_per_byte_error", "bpb"),
             ("loss", "standard_error", "text loss"),
         ):
+            if found[key] is None:
+                continue
             yield (
                 Column(key=f"{key}:{domain}", title=f"{title} {domain}", percent=False, higher_is_better=False),
                 Score(value=found[key], error=found[error], samples=found["documents"], condition=condition),

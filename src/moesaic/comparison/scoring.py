@@ -35,7 +35,7 @@ def score_table(groups: Sequence[Group]) -> Table:
 
 
 def difference_table(groups: Sequence[Group], baseline: Group) -> Table:
-    """Every other run minus the baseline."""
+    """Every other run minus the baseline; without rows where there is no other run."""
     columns = columns_of(groups)
     averages = _averages(groups, columns)
     theirs = _all(baseline, columns, averages)
@@ -92,7 +92,7 @@ def _averages(groups: Sequence[Group], columns: Mapping[str, Column]) -> list[_A
         note += f"; without {', '.join(without)}" if without else ""
         note += f"; parts missing in {', '.join(partial)}" if partial else ""
         column = Column(key=f"{suite}:{name}", title=title, percent=True, higher_is_better=True)
-        if all(columns[task].percent for task in over):
+        if all(task in columns and columns[task].percent for task in over):
             found.append(_Average(column=column, over=tuple(over), note=note))
     return found
 

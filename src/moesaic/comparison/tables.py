@@ -125,7 +125,7 @@ def _text(tables: Sequence[Table], bold: bool) -> list[str]:
         names = [row.name for row in table.rows]
         first = max(map(len, ["", *names]))
         widths = [
-            max(len(table.headings[place].title), *(len(line[place]) for line in texts)) for place in _places(table)
+            max(map(len, [table.headings[place].title, *(line[place] for line in texts)])) for place in _places(table)
         ]
         lines += [table.title, _line("", [heading.title for heading in table.headings], first, widths, bold=False)]
         lines += [_line(name, line, first, widths, bold=bold) for name, line in zip(names, texts, strict=True)]

@@ -1,12 +1,12 @@
 """The verb `eval`: benchmarks of a suite, and held-out text, on one checkpoint."""
 
 import contextlib
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moesaic.checkpoint.pio import check_file
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.evaluation import harness, perplexity
@@ -18,6 +18,7 @@ from moesaic.evaluation.report import EvalResult
 from moesaic.evaluation.results import (
     average,
     finished,
+    finite_only,
     new_document,
     read_results,
     refuse_other_settings,
@@ -25,10 +26,12 @@ from moesaic.evaluation.results import (
 )
 from moesaic.evaluation.subsets import Subset, load_subsets
 from moesaic.evaluation.suites import Suite, load_suite
-from moesaic.progress import notice
+from moesaic.progress import notice, warn
 
 DEFAULT_SEED = 1234
 """lm-eval's own, so that demonstrations are those of lm-eval called directly."""
+
+_WIDER = "a model that overflows needs --dtype bfloat16 or float32"
 
 
 def evaluate(
@@ -61,8 +64,8 @@ def evaluate(
         shots: demonstrations before each question, for all tasks; default: the suite's.
         limit: first rows of each task (of each subject of MMLU, of each domain of held-out text).
         selection: a file of `select`, or a folder with one file per task or MMLU category: only those experts are used.
-        selection_share: share of the rows that selections were made on, which is left out; default: what the selection
-            says, else the suite's.
+        selection_share: share of the rows that selections are made on, which is left out; default: what the selection
+            says where it was made on the file with the rows, else the suite's.
         seed: of the demonstrations that are drawn.
         batch_size: texts at once; more is faster and needs more memory.
         device: such as `cpu` or `cuda:1`. Default: cuda if there is one, else cpu.
@@ -75,14 +78,18 @@ def evaluate(
 
     Raises:
         MoesaicError: unknown names, no data at all, a selection or a results file of another model, another setting
-            than the results file was made with.
+            than the results file was made with, another share than the selection was made on, no way to write `out`.
     """
     harness.require_lm_eval()
-    _check_arguments(limit=limit, batch_size=batch_size, shots=shots, data_dir=data_dir)
-    chosen = suite if isinstance(suite, Suite) else load_suite(suite, shots=shots, share=selection_share)
+    _check_arguments(limit=limit, batch_size=batch_size, shots=shots, data_dir=data_dir, share=selection_share)
+    path = None if out is None else Path(out)
+    if path is not None:
+        check_file(path)
+    chosen = suite if isinstance(suite, Suite) else load_suite(suite, shots=shots)
     opened = open_checkpoint(checkpoint)
     request = Request(
         suite=chosen,
+        share=selection_share,
         data_dir=None if data_dir is None else Path(data_dir),
         limit=limit,
         seed=seed,
@@ -101,7 +108,6 @@ def evaluate(
         "chat_template": False,
     }
     document = new_document(opened, settings)
-    path = None if out is None else Path(out)
     old = _old(path, document, jobs, overwrite=overwrite)
     if dry_run:
         return _result(path, chosen, old or document, missing, [job.task.task for job in jobs], dry_run=True)
@@ -118,10 +124,14 @@ def evaluate(
     return _result(path, chosen, document, missing, ran, dry_run=False)
 
 
-def _check_arguments(*, limit: int | None, batch_size: int, shots: int | None, data_dir: str | Path | None) -> None:
+def _check_arguments(
+    *, limit: int | None, batch_size: int, shots: int | None, data_dir: str | Path | None, share: float | None
+) -> None:
     for flag, value, least in (("--limit", limit, 1), ("--batch-size", batch_size, 1), ("--shots", shots, 0)):
         if value is not None and value < least:
             raise MoesaicError(f"{flag}: must be at least {least}, got {value}")
+    if share is not None and not 0.0 < share < 1.0:
+        raise MoesaicError(f"--selection-share {share:g}: must be above 0 and below 1, such as 0.4")
     if data_dir is not None and not Path(data_dir).is_dir():
         raise MoesaicError(f"--data-dir {data_dir}: no such folder")
 
@@ -133,7 +143,7 @@ def _old(path: Path | None, new: Mapping[str, Any], jobs: list[Job], *, overwrit
     old = read_results(path)
     refuse_other_settings(path, old, new)
     for job in jobs:
-        finished(path, old, job.task.task, job.identity)
+        finished(path, old, job.task.task, job.identity, job.metric)
     return old
 
 
@@ -163,7 +173,10 @@ def _run_all(
             missing[job.task.task] = str(error)
             continue
         with _restricted(model, job.subset):
-            entry = (_run_text if job.documents else _run_benchmark)(job, request, lm, quiet)
+            measured = (_run_text if job.documents else _run_benchmark)(job, request, lm, quiet)
+        entry = finite_only(measured)
+        if entry != measured:
+            warn(f"{job.task.task}: some of its numbers are infinite or not numbers, and null in the results; {_WIDER}")
         entry["seconds"] = round(time.monotonic() - started, 3)
         document["tasks"][job.task.task] = entry
         _record(document, request.suite, missing)
@@ -186,7 +199,7 @@ def _run_benchmark(job: Job, request: Request, lm: Any, quiet: bool) -> dict[str
     benchmark: Benchmark = BENCHMARKS[job.task.task]
     measured = harness.run(lm, job.tasks, limit=request.limit, seed=request.seed, quiet=quiet, rows=job.rows)
     whole = harness.pooled(list(measured.values()))
-    metric = job.task.metric or benchmark.metric
+    metric = job.metric
     if metric not in whole.metrics:
         raise MoesaicError(f"{job.task.task}: has no metric {metric!r}; it has {', '.join(sorted(whole.metrics))}")
     score, error = whole.metrics[metric]
@@ -194,9 +207,9 @@ def _run_benchmark(job: Job, request: Request, lm: Any, quiet: bool) -> dict[str
     if len(measured) > 1:
         names = {task: benchmark.parts[task] for task in measured}
         parts = {names[task]: _numbers(one, metric) for task, one in measured.items()}
-    return _entry(job, title=benchmark.title, metric=metric, higher_is_better=True) | {
+    return _entry(job, title=benchmark.title, higher_is_better=True) | {
         "samples": whole.samples,
-        "score": score if math.isfinite(score) else None,
+        "score": score,
         "standard_error": error,
         "chance": benchmark.chance,
         "metrics": {
@@ -215,18 +228,18 @@ def _numbers(one: harness.Measured, metric: str) -> dict[str, Any]:
 def _run_text(job: Job, request: Request, lm: Any, quiet: bool) -> dict[str, Any]:
     found = perplexity.measure(lm.model, lm.tokenizer, job.documents, batch_size=request.batch_size, quiet=quiet)
     total = found["all"]
-    return _entry(job, title="bits per byte", metric="bits_per_byte", higher_is_better=False) | {
+    return _entry(job, title="bits per byte", higher_is_better=False) | {
         "samples": total["documents"],
-        "score": total["bits_per_byte"],
+        "score": total[job.metric],
         "standard_error": total["bits_per_byte_error"],
         "text": found,
     }
 
 
-def _entry(job: Job, *, title: str, metric: str, higher_is_better: bool) -> dict[str, Any]:
+def _entry(job: Job, *, title: str, higher_is_better: bool) -> dict[str, Any]:
     return {
         "title": title,
-        "metric": metric,
+        "metric": job.metric,
         "higher_is_better": higher_is_better,
         "shots": job.task.shots,
         "selection": None if job.subset is None else job.subset.record(),

@@ -8,10 +8,17 @@ from typing import Any
 from moesaic.errors import MoesaicError
 from moesaic.evaluation import harness, perplexity
 from moesaic.evaluation.benchmarks import BENCHMARKS, PERPLEXITY
-from moesaic.evaluation.local import DataMissingError, HeldOut, LocalData, read_local, refuse_too_many_shots
+from moesaic.evaluation.local import (
+    DataMissingError,
+    HeldOut,
+    LocalData,
+    find_split,
+    read_local,
+    refuse_too_many_shots,
+)
 from moesaic.evaluation.programs import check_isolation
 from moesaic.evaluation.subsets import Subset, Subsets
-from moesaic.evaluation.suites import Suite, SuiteTask
+from moesaic.evaluation.suites import TEXT_METRIC, Suite, SuiteTask
 from moesaic.progress import warn
 
 
@@ -20,6 +27,8 @@ class Request:
     """What to measure."""
 
     suite: Suite
+    share: float | None
+    """Share of the rows that selections are made on, where the user says one."""
     data_dir: Path | None
     limit: int | None
     seed: int
@@ -34,6 +43,8 @@ class Job:
     """A task whose data is there."""
 
     task: SuiteTask
+    metric: str
+    """Key of the number that is the score."""
     identity: dict[str, Any]
     subset: Subset | None
     missing_parts: tuple[str, ...] = ()
@@ -48,7 +59,7 @@ def prepare(request: Request) -> tuple[list[Job], dict[str, str]]:
     """The jobs whose data is there, and for the other tasks why not.
 
     Raises:
-        MoesaicError: nothing can be measured; data that is damaged.
+        MoesaicError: nothing can be measured; data that is damaged; another share than the selection was made on.
     """
     jobs, missing = [], {}
     for task in request.suite.tasks:
@@ -71,14 +82,16 @@ def _benchmark_job(request: Request, task: SuiteTask, subset: Subset | None) -> 
             raise DataMissingError("it runs programs that the model writes; --allow-code-execution allows that")
         check_isolation()
     refuse_too_many_shots(benchmark, task.shots)
-    held_out = _held_out(request.suite, subset)
-    local = None
+    local, file = None, None
+    if request.data_dir is not None:
+        file = find_split(request.data_dir, benchmark.files or task.task, benchmark.split)
+    held_out = _held_out(request, subset, file)
     if request.data_dir is not None:
         local = read_local(task.task, benchmark, request.data_dir, shots=task.shots, held_out=held_out)
-        if held_out is not None and subset is not None and subset.saw_all_of(local.file):
-            warn(f"{subset.file}: was made on {local.file} without --split, so rows of {task.task} are among its own")
     elif subset is not None and subset.drawn() is not None:
         raise DataMissingError("its selection was made on a share of local rows; --data-dir with these says which")
+    if file is not None and subset is not None and subset.drawn_from(file) is None:
+        _warn_of_seen(subset, file, f"rows of {task.task}")
     tasks = harness.build(task.task, benchmark, shots=task.shots, seed=request.seed, local=local)
     identity = _identity(task, subset, held_out) | {
         "data": dict(local.hashes) if local else "hub",
@@ -86,6 +99,7 @@ def _benchmark_job(request: Request, task: SuiteTask, subset: Subset | None) -> 
     }
     return Job(
         task=task,
+        metric=task.metric or benchmark.metric,
         identity=identity,
         subset=subset,
         local=local,
@@ -100,11 +114,14 @@ def _text_job(request: Request, task: SuiteTask, subset: Subset | None) -> Job:
         raise DataMissingError("held-out text is local; give --data-dir")
     files = perplexity.held_out_files(request.data_dir)
     documents = perplexity.read_documents(files, domain_field=request.domain_field, limit=request.limit)
+    if subset is not None:
+        for file in files:
+            _warn_of_seen(subset, file.path, "held-out texts")
     identity = _identity(task, subset, None) | {
         "data": perplexity.file_hashes(files),
         "domain_field": request.domain_field,
     }
-    return Job(task=task, identity=identity, subset=subset, documents=documents)
+    return Job(task=task, metric=TEXT_METRIC, identity=identity, subset=subset, documents=documents)
 
 
 def _identity(task: SuiteTask, subset: Subset | None, held_out: HeldOut | None) -> dict[str, Any]:
@@ -115,9 +132,24 @@ def _identity(task: SuiteTask, subset: Subset | None, held_out: HeldOut | None) 
     }
 
 
-def _held_out(suite: Suite, subset: Subset | None) -> HeldOut | None:
-    """The rows to leave out: those that the selection was made on, or that one would be made on."""
-    if suite.selection_share is None:
-        return None
+def _held_out(request: Request, subset: Subset | None, file: Path | None) -> HeldOut | None:
+    """The rows to leave out: those of the file that the selection was made on, or that one would be made on."""
     drawn = None if subset is None else subset.drawn()
-    return drawn or HeldOut(share=suite.selection_share, seed=0)
+    here = None if subset is None or file is None else subset.drawn_from(file)
+    if request.share is not None:
+        if subset is not None and here is not None and here.share != request.share:
+            raise MoesaicError(
+                f"--selection-share {request.share:g}: {subset.file} was made on a share of {here.share:g} of {file}; "
+                "leave the flag out"
+            )
+        return HeldOut(share=request.share, seed=drawn.seed if drawn else 0)
+    if here is not None or request.suite.selection_share is None:
+        return here
+    return drawn or HeldOut(share=request.suite.selection_share, seed=0)
+
+
+def _warn_of_seen(subset: Subset, file: Path, what: str) -> None:
+    """Say where a selection was made on what is evaluated."""
+    if subset.made_on(file):
+        how = "without --split" if subset.drawn() is None else "where --split does not tell which rows are evaluated"
+        warn(f"{subset.file}: was made on {file} {how}, so {what} are among its own")

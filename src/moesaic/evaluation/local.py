@@ -37,8 +37,6 @@ class LocalData:
     hashes: Mapping[str, str]
     """File name -> xxh3_128 of its bytes."""
     missing_parts: tuple[str, ...]
-    file: Path
-    """The file of the evaluated rows."""
 
 
 def find_split(folder: Path, stem: str, split: str) -> Path:
@@ -92,7 +90,6 @@ def read_local(
         rows=complete,
         hashes=_hashes(files),
         missing_parts=tuple(part for part in parts if part not in complete),
-        file=files[benchmark.split],
     )
 
 

@@ -60,10 +60,14 @@ def _task_line(name: str, task: Mapping[str, Any]) -> str:
 def _text_lines(name: str, text: Mapping[str, Any]) -> list[str]:
     rows = {"all": text["all"], **text["domains"]}
     return [
-        f"{name} of {domain}: {row['perplexity']:.3f}, {row['bits_per_byte']:.4f} bits per byte, "
-        f"loss {row['loss']:.4f}, {row['documents']} documents, {row['tokens']:,} tokens"
+        f"{name} of {domain}: {_number(row['perplexity'], 3)}, {_number(row['bits_per_byte'], 4)} bits per byte, "
+        f"loss {_number(row['loss'], 4)}, {row['documents']} documents, {row['tokens']:,} tokens"
         for domain, row in rows.items()
     ]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _average_line(average: Mapping[str, Any]) -> str:

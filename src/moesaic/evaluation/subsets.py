@@ -56,7 +56,11 @@ class Subset:
         data = self._data_path()
         if data is None or not self.made_on(file):
             return None
-        first = data if data.is_file() else find_files(SourceRecipe(path=str(data), domain=""), quiet=True)[0].path
+        first = (
+            data
+            if data.is_file()
+            else find_files(SourceRecipe(path=str(data), domain="calibration"), quiet=True)[0].path
+        )
         return self.drawn() if first.resolve() == file.resolve() else None
 
     def _data_path(self) -> Path | None:

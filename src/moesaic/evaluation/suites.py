@@ -13,6 +13,8 @@ from moesaic.recipe_yaml import read_yaml
 from moesaic.suggestions import suggest
 
 TASKS = (*BENCHMARKS, PERPLEXITY)
+TEXT_METRIC = "bits_per_byte"
+"""The one score of held-out text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,8 @@ class SuiteTask:
             raise MoesaicError(f"task: {self.task!r} is unknown; {suggest(self.task, TASKS)}")
         if self.shots < 0:
             raise MoesaicError(f"shots: must be 0 or more, got {self.shots}")
+        if self.task == PERPLEXITY and self.metric not in (None, TEXT_METRIC):
+            raise MoesaicError(f"metric: the score of {PERPLEXITY} is {TEXT_METRIC}, got {self.metric!r}; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,29 +70,33 @@ class Suite:
                 raise MoesaicError(
                     f"averages: {average.name!r} leaves out {unknown[0]!r}; {suggest(unknown[0], names)}"
                 )
+            if PERPLEXITY in names and PERPLEXITY not in average.without:
+                raise MoesaicError(
+                    f"averages: {average.name!r} takes {PERPLEXITY} in, whose score is no share; put it in `without`"
+                )
         if self.selection_share is not None and not 0.0 < self.selection_share < 1.0:
             raise MoesaicError(f"selection_share: must be above 0 and below 1, got {self.selection_share}")
 
 
-def load_suite(reference: str, *, shots: int | None = None, share: float | None = None) -> Suite:
+def load_suite(reference: str, *, shots: int | None = None) -> Suite:
     """A suite by name, a task by name, several of both with commas between, or a YAML file in the form of `Suite`.
 
     Args:
         reference: such as `emo-mc9`, `arc_easy,piqa` or `./mine.yaml`.
         shots: demonstrations of every task, instead of the suite's.
-        share: the share of rows that the selection used, instead of the suite's.
 
     Raises:
-        MoesaicError: a name that is unknown (with the nearest), a file that is no suite.
+        MoesaicError: a name that is unknown (with the nearest), a file that is no suite, two suites that ask one task
+            in different ways.
     """
     path = Path(reference).expanduser()
     if path.suffix in (".yaml", ".yml"):
-        suite = _read(read_yaml(path), path.stem, str(path))
+        suites = [_read(read_yaml(path), path.stem, str(path))]
     else:
-        suite = _joined(reference, [_named(name.strip()) for name in reference.split(",")])
+        suites = [_named(name.strip()) for name in reference.split(",")]
     if shots is not None:
-        suite = replace(suite, tasks=tuple(replace(task, shots=shots) for task in suite.tasks))
-    return suite if share is None else replace(suite, selection_share=share)
+        suites = [replace(one, tasks=tuple(replace(task, shots=shots) for task in one.tasks)) for one in suites]
+    return _joined(reference, suites)
 
 
 def shipped() -> dict[str, Any]:
@@ -120,7 +128,7 @@ def _read(values: Any, name: str, where: str) -> Suite:
 def _joined(name: str, suites: list[Suite]) -> Suite:
     if len(suites) == 1:
         return suites[0]
-    tasks = {task.task: task for suite in suites for task in suite.tasks}
+    tasks = _agreed(name, suites)
     shares = {suite.selection_share for suite in suites}
     if len(shares) > 1:
         raise MoesaicError(
@@ -136,6 +144,26 @@ def _joined(name: str, suites: list[Suite]) -> Suite:
         ),
         selection_share=shares.pop(),
     )
+
+
+def _agreed(name: str, suites: list[Suite]) -> dict[str, SuiteTask]:
+    """The tasks of all suites by name; one with other shots or another metric in another suite is refused."""
+    tasks: dict[str, SuiteTask] = {}
+    owners: dict[str, str] = {}
+    for suite in suites:
+        for task in suite.tasks:
+            first = tasks.setdefault(task.task, task)
+            owner = owners.setdefault(task.task, suite.name)
+            if first != task:
+                raise MoesaicError(
+                    f"--suite {name}: {task.task} is asked with {_how(first)} in {owner} and {_how(task)} in "
+                    f"{suite.name}; run them apart, or give --shots"
+                )
+    return tasks
+
+
+def _how(task: SuiteTask) -> str:
+    return f"{task.shots} shots" + (f", {task.metric}," if task.metric else "")
 
 
 def _others(tasks: dict[str, SuiteTask], suite: Suite, average: Average) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ class Claim:
         moe_layers: the MoE layers' indices.
         identical: whether every source has the base's weights, so that all other weights are the base's too.
         base_hash: hash of the base's weights that moesaic.json recorded.
+        specialist_records: what moesaic.json recorded of each specialist, in the recipe's order.
     """
 
     code: Code
@@ -41,6 +42,7 @@ class Claim:
     moe_layers: tuple[int, ...]
     identical: bool
     base_hash: str | None
+    specialist_records: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def routed_share(self) -> float:
@@ -100,6 +102,7 @@ def read_claim(source: DenseModel, target: Checkpoint) -> Claim:
         moe_layers=moe_layers,
         identical=identical,
         base_hash=hashes[0],
+        specialist_records=tuple(record["sources"][1:]),
     )
 
 

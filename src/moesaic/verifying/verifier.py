@@ -26,6 +26,7 @@ from moesaic.verifying.measure import (
     view_layer,
 )
 from moesaic.verifying.report import LayerMeasure, VerifyReport
+from moesaic.verifying.specialists import open_specialists
 from moesaic.verifying.text import tokens_for
 
 
@@ -86,7 +87,7 @@ def verify_upcycled(
         gc.collect()
         model = load(moe.path, device=device, dtype=run_dtype)
         difference, dense_perplexity, moe_perplexity = compare_logits(model, tokens_BL, dense, batch_size, tick)
-    specialists, more = _specialists(claim, base)
+    specialists, more = open_specialists(claim, base)
     measures = _measure_layers(model, claim, dense, specialists)
     largest_logit = dense.logits_BLV.abs().max().item()
     stored = {base.dtype, *(info.dtype for name, info in moe.tensors.items() if ".experts." in name)}
@@ -124,16 +125,6 @@ def _zero_states(dense: DenseRun) -> list[str]:
         for layer, count in zeros.items()
         if count
     ]
-
-
-def _specialists(claim: Claim, base: DenseModel) -> tuple[list[DenseModel] | None, list[str]]:
-    """Open the specialists that the statement is about; say so when they are not there any more."""
-    if claim.recipe is None or not claim.recipe.specialists:
-        return None, []
-    try:
-        return [base, *(detect(open_checkpoint(one.path)) for one in claim.recipe.specialists)], []
-    except MoesaicError as error:
-        return None, [f"the experts could not be compared with the specialists' own files: {error}"]
 
 
 def _measure_layers(

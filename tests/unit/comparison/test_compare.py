@@ -267,3 +267,26 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "| a | **60.0 ±2.0** |" in capsys.readouterr().out
     assert run(["compare", str(a), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tables"][0]["title"] == "Scores"
+
+
+def test_a_baseline_alone_is_a_table_without_rows(tmp_path: Path):
+    file = results(tmp_path / "a.json", {"arc_easy": task(0.6)})
+    found = compare([str(file)], baseline="a")
+    assert _cells(found, "Difference to a") == {}
+    for form in ("table", "md", "csv", "json"):
+        assert found.lines(form)
+    assert "Difference to a" in found.lines()
+
+
+def test_an_average_with_bits_per_byte_in_it_is_left_out(tmp_path: Path):
+    tasks = {"arc_easy": task(0.6), "perplexity": _text_task(1.2)}
+    file = results(tmp_path / "a.json", tasks, averages=[average("both", ["arc_easy", "perplexity"])])
+    assert "both" not in _cells(compare([str(file)]), "Scores")["a"]
+
+
+def test_losses_that_were_no_numbers_have_no_column(tmp_path: Path):
+    text = _text_task(1.2)
+    nothing = dict.fromkeys(text["text"]["all"]) | {"documents": 3}
+    text["text"]["domains"] = {"odd": nothing}
+    cells = _cells(compare([str(results(tmp_path / "a.json", {"perplexity": text}))]), "Scores")["a"]
+    assert set(cells) == {"bpb all", "text loss all"}

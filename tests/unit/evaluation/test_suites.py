@@ -68,6 +68,11 @@ def test_every_shipped_suite_can_be_read_and_has_the_demonstrations_it_asks_for(
         ("piqa,arc_esy", "--suite arc_esy: no such suite or task; did you mean 'arc_easy'"),
         ("xyzzy", r"suites: divmoe15, .*; or a task such as arc_easy, or a \.yaml file"),
         ("mmlu-categories,piqa", "some of these leave out the rows of selections"),
+        (
+            "divmoe15,emo-mc9",
+            "divmoe15,emo-mc9: arc_easy is asked with 25 shots in divmoe15 and 5 shots in emo-mc9; run them apart",
+        ),
+        ("emo-mc9,piqa", "piqa is asked with 5 shots in emo-mc9 and 0 shots in piqa"),
     ],
 )
 def test_unknown_names(reference: str, message: str):
@@ -84,6 +89,11 @@ def test_unknown_names(reference: str, message: str):
         ("tasks: []", "needs at least one"),
         ("tasks: [{task: piqa, shots: -1}]", "shots: must be 0 or more"),
         ("tasks: [{task: piqa}]\naverages: [{name: a, without: [boolq]}]", "'a' leaves out 'boolq'"),
+        (
+            "tasks: [{task: piqa}, {task: perplexity}]\naverages: [{name: a}]",
+            "'a' takes perplexity in, whose score is no share; put it in `without`",
+        ),
+        ("tasks: [{task: perplexity, metric: loss}]", "the score of perplexity is bits_per_byte, got 'loss'"),
         ("- piqa", "mine.yaml: expected keys and values"),
     ],
 )
@@ -103,3 +113,9 @@ def test_own_file_joined_suites_and_shots(tmp_path: Path):
     joined = load_suite("emo-mc9,gsm8k")
     assert len(joined.tasks) == 10
     assert [(average.name, average.without) for average in joined.averages] == [("emo-mc9 MC9", ("gsm8k_cot",))]
+
+
+def test_suites_with_a_task_in_common_join_where_they_ask_it_alike():
+    assert len(load_suite("divmoe15,divmoe8").tasks) == 15
+    assert {task.shots for task in load_suite("divmoe15,emo-mc9", shots=2).tasks} == {2}
+    assert load_suite("emo-mc9,perplexity").averages[0].without == ("perplexity",)

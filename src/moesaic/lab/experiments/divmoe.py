@@ -63,7 +63,7 @@ _FINE_SHARDS = 2
 def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
     """All steps of the experiment."""
     number = len(domains_of(data))
-    left_out = [method for method in scale.divmoe.methods if not fits(method, number)]
+    left_out: list[DivmoeMethod] = [method for method in scale.divmoe.methods if not fits(method, number)]
     methods = tuple(method for method in scale.divmoe.methods if method not in left_out)
     divmoe = replace(scale.divmoe, methods=methods)
     return experiment_plan(

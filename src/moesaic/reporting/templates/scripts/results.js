@@ -32,12 +32,22 @@ function resultsOverview() {
 }
 
 function averagesTable() {
-  const names = [...new Set(DATA.results.flatMap((result) => result.averages.map(({ name }) => name)))];
-  const rows = names.map((name) => row(name, (result) => averageOf(result, name)));
-  return names.length ? table(['Average', ...DATA.results.map(({ name }) => name)], rows, { label: 'Averages' }) : el('p', { class: 'words' }, 'These suites have no average.');
+  const rows = averages().map(({ title, find }) => row(title, find));
+  return rows.length ? table(['Average', ...DATA.results.map(({ name }) => name)], rows, { label: 'Averages' }) : el('p', { class: 'words' }, 'These suites have no average.');
 }
 
-const averageOf = (result, name) => result.averages.find((one) => one.name === name);
+/** Averages by suite and name, since suites share names; {title, suite, name, find}. A title has the suite where it must. */
+function averages() {
+  const pairs = new Map(DATA.results.flatMap((result) => result.averages.map(({ suite, name }) => [JSON.stringify([suite, name]), { suite, name }])));
+  const all = [...pairs.values()];
+  return all.map(({ suite, name }) => ({
+    title: all.filter((one) => one.name === name).length > 1 ? `${suite}: ${name}` : name,
+    suite,
+    name,
+    find: (result) => result.averages.find((one) => one.suite === suite && one.name === name),
+  }));
+}
+
 const scored = (entry) => entry?.score != null;
 /** Shares are shown in percent, bits per byte as they are. */
 const factor = (entry) => (entry.higher_is_better === false ? 1 : 100);
@@ -77,17 +87,18 @@ function suitePanels() {
   return names.map((name) => {
     const suites = DATA.results.map((result) => result.suites[name]).filter(Boolean);
     const tasks = [...new Set(suites.flatMap((suite) => suite.tasks))];
-    const averages = [...new Set(DATA.results.flatMap((result) => result.averages.filter((one) => one.suite === name).map((one) => one.name)))];
     const rows = [
       ...tasks.map((task) => {
         const first = DATA.results.map((result) => result.tasks[task]).find(Boolean);
         const how = first ? `${first.metric.replaceAll('_', ' ')}${first.text ? '' : `, ${plural(first.shots ?? 0, 'shot')}`}` : '';
         return [task, how, ...row(task, (result) => result.tasks[task]).slice(1)];
       }),
-      ...averages.map((average) => {
-        const first = DATA.results.map((result) => averageOf(result, average)).find(Boolean);
-        return [el('strong', {}, average), `over ${plural(first.over.length, 'task')}`, ...row(average, (result) => averageOf(result, average)).slice(1)];
-      }),
+      ...averages()
+        .filter(({ suite }) => suite === name)
+        .map((average) => {
+          const first = DATA.results.map(average.find).find(Boolean);
+          return [el('strong', {}, average.name), `over ${plural(first.over.length, 'task')}`, ...row(average.name, average.find).slice(1)];
+        }),
     ];
     return panel(name, suites[0].about, table(['Task', 'How', ...DATA.results.map((result) => result.name)], rows, { label: name }));
   });
@@ -109,20 +120,19 @@ function textPanel() {
   });
 }
 
-/** What can be plotted: averages, then tasks; {name, find}. */
+/** What can be plotted: averages, then tasks; {key, name, find, tasks}. An average may have a task's name. */
 function measures() {
-  const averages = [...new Set(DATA.results.flatMap((result) => result.averages.map(({ name }) => name)))];
   const tasks = [...new Set(DATA.results.flatMap((result) => Object.keys(result.tasks)))];
   return [
-    ...averages.map((name) => ({ name, find: (result) => averageOf(result, name), tasks: (result) => averageOf(result, name)?.over ?? [] })),
-    ...tasks.map((name) => ({ name, find: (result) => result.tasks[name], tasks: () => [name] })),
+    ...averages().map(({ title, find }) => ({ key: `average ${title}`, name: title, find, tasks: (result) => find(result)?.over ?? [] })),
+    ...tasks.map((name) => ({ key: `task ${name}`, name, find: (result) => result.tasks[name], tasks: () => [name] })),
   ];
 }
 
-const measureOf = () => measures().find(({ name }) => name === resultsView.measure) ?? measures()[0];
+const measureOf = () => measures().find(({ key }) => key === resultsView.measure) ?? measures()[0];
 
 function measureChoice(fill) {
-  return choice('Score', measures().map(({ name }) => [name, name]), measureOf()?.name, (value) => {
+  return choice('Score', measures().map(({ key, name }) => [key, name]), measureOf()?.key, (value) => {
     resultsView.measure = value;
     fill();
   });
