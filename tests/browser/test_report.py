@@ -1,6 +1,7 @@
 """The report in a browser: every view, the keys, what must never happen, and how fast and large it is."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import moesaic
 from moesaic.analysis.format import write_inspection
 from tests.large_inspection import large_inspection
 from tests.tiny_inspection import NASTY, STRINGS, tiny_inspection
-from tests.tiny_report import write_results, write_run
+from tests.tiny_report import results_document, write_results, write_run
 
 VIEWS = ["overview", "load", "similarity", "clusters", "reader", "experts", "position", "training", "results"]
 
@@ -310,6 +311,41 @@ def test_results_are_compared(visit, report):
     np.testing.assert_allclose(points[0], [[25, 50, 100], [45, 60, 65]])
     bars = visit.page.evaluate("() => document.querySelector('[aria-label=\"Gap closure\"]').data[0].x")
     np.testing.assert_allclose([bar for bar in bars if bar is not None], 0.25, atol=1e-9)
+
+
+def test_averages_of_one_name_are_those_of_their_suites(visit, tmp_path):
+    files = []
+    for number, (first, second) in enumerate([(0.31, 0.72), (0.33, 0.74)]):
+        made = results_document(name=f"./{number}", score=0.5, kept=(8, 4)[number], weights=f"{number}" * 32)
+        shown = {"about": "", "version": 1, "tasks": ["arc_easy", "piqa"]}
+        made["suites"] = {"one": shown, "two": shown}
+        (average,) = made["averages"]
+        made["averages"] = [
+            average | {"suite": suite, "name": "macro", "score": score}
+            for suite, score in (("one", first), ("two", second))
+        ]
+        file = tmp_path / f"{number}.json"
+        file.write_text(json.dumps(made))
+        files.append(file)
+    moesaic.report(files, tmp_path / "report.html")
+    visit = visit().open(tmp_path / "report.html", "results")
+    visit.settle()
+    for suite, scores in (("one", ("31.0", "33.0")), ("two", ("72.0", "74.0"))):
+        text = visit.page.locator(f"div[aria-label='{suite}'] tr:has-text('macro')").inner_text()
+        assert all(score in text for score in scores), text
+    options = visit.page.locator("label:has-text('Score') select option").all_inner_texts()
+    assert options[:2] == ["one: macro", "two: macro"]
+    visit.page.select_option("label:has-text('Score') select", label="two: macro")
+    visit.settle()
+    points = visit.page.evaluate("() => document.querySelector('[aria-label^=Retention]').data.map(({y}) => y).flat()")
+    np.testing.assert_allclose(sorted(points), [72, 74])
+    visit.view("overview")
+    text = visit.page.locator("div[aria-label='Averages']").inner_text()
+    assert [line.split()[:3] for line in text.splitlines() if "macro" in line] == [
+        ["one:", "macro", "31.0"],
+        ["two:", "macro", "72.0"],
+    ]
+    assert visit.said == []
 
 
 def test_a_run_alone_makes_a_page(visit, tmp_path):
