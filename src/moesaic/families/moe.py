@@ -118,9 +118,12 @@ def detect_moe(checkpoint: Checkpoint) -> MoEModel:
     )
     if not layers:
         raise MoesaicError(f"{checkpoint.name}: no layer has experts; config.json says {family.experts_key} = {count}")
-    return MoEModel(
-        family=family, num_experts=count, top_k=_integer(config, family.top_k_key, checkpoint), layers=layers
-    )
+    top_k = _integer(config, family.top_k_key, checkpoint)
+    if top_k > count:
+        raise MoesaicError(
+            f"{checkpoint.name}: config.json says {family.top_k_key} = {top_k}, but there are only {count} experts"
+        )
+    return MoEModel(family=family, num_experts=count, top_k=top_k, layers=layers)
 
 
 def detect_running(checkpoint: Checkpoint) -> MoEModel:

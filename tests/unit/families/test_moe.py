@@ -61,6 +61,16 @@ def test_our_scores_are_those_of_the_weighting(tmp_path, weighting, scoring):
     assert detect_moe(open_checkpoint(folder)).family.scoring == scoring
 
 
+def test_more_active_experts_than_there_are_is_refused(tmp_path):
+    folder = save_tiny_moe(tmp_path / "m", "olmoe")
+    config = json.loads((folder / "config.json").read_text()) | {"num_experts_per_tok": EXPERTS + 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        MoesaicError, match=f"num_experts_per_tok = {EXPERTS + 1}, but there are only {EXPERTS} experts"
+    ):
+        detect_moe(open_checkpoint(folder))
+
+
 def test_a_missing_expert_is_named(tmp_path):
     folder = save_tiny_moe(tmp_path / "m", "olmoe")
     tensors = load_file(folder / "model.safetensors")
