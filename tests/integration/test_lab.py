@@ -124,8 +124,8 @@ def _check_divmoe(out: Path) -> None:
         end, dense, ours = (_mean(out, f"{name}-0") for name in (model, "dense", "divmoe"))
         expected = (_first(out, f"{model}-0"), end, end - dense, end - ours)
         assert [float(cell) for cell in ends[model]] == pytest.approx(expected, abs=6e-4)
-    # What the statements say about step 0: N1 is the base, and nothing else of the table is.
-    assert _first(out, "virtual_group-0") == pytest.approx(_mean(out, "base-0"), abs=1e-5)
+    # What the statements say about step 0: N1 is the base that it starts from, and nothing else of the table is.
+    assert _first(out, "virtual_group-0") == pytest.approx(_mean(out, "longer-0"), abs=1e-5)
     rows = _lines(out / "rows" / "accuracy-0.jsonl")
     mine = [row["value"] for row in rows if row["model"] == "divmoe"]
     assert _table(out, "Accuracy on held-out questions")["divmoe"][-1] == f"{fmean(mine):.3f}"
