@@ -166,6 +166,11 @@ def test_resume_removes_nothing_where_no_state_is(tmp_path):
     shutil.rmtree(tmp_path / "out" / "state")  # to save disk
     with pytest.raises(MoesaicError, match="has no run state to go on with"):
         run(recipe, tmp_path / "out", resume=True)
+    unfinished = tmp_path / "out" / "state" / "step-00000001.tmp"  # of a run that was killed while it saved
+    unfinished.mkdir(parents=True)
+    (unfinished / "run.json").write_text("{}")
+    with pytest.raises(MoesaicError, match="has no run state to go on with"):
+        run(recipe, tmp_path / "out", resume=True)
     moesaic.load(tmp_path / "out")
 
 

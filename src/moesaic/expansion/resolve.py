@@ -12,7 +12,8 @@ from moesaic.errors import MoesaicError
 from moesaic.expansion.allocation import allocate, evenly, sources_of
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.expansion.targets import Conversion, conversion_of
-from moesaic.families.moe import MoEModel, beyond_depth, detect_moe
+from moesaic.families.counting import beyond_depth
+from moesaic.families.moe import MoEModel, detect_moe
 from moesaic.upcycling.streams import stream_key
 
 Utilities = Mapping[int, tuple[float, ...]]

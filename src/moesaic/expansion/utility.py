@@ -17,7 +17,7 @@ from moesaic.expansion.gradients import ExpertGradients, expert_gradients, norms
 from moesaic.expansion.layers import LayerFile
 from moesaic.expansion.recipe import GRADIENT_UTILITIES
 from moesaic.expansion.resolve import ExpandPlan
-from moesaic.families.moe import beyond_depth
+from moesaic.families.counting import beyond_depth
 from moesaic.progress import progress
 
 FORMAT = "moesaic-utility/1"

@@ -93,12 +93,11 @@ def count_shapes(shapes: Shapes, config: Mapping[str, Any]) -> ParameterCount:
         shapes: stored name -> shape, in any family's naming, expert tensors fused or one by one.
         config: the (text) config: `tie_word_embeddings`, the number of layers and the number of active experts.
     """
-    depth = config.get("num_hidden_layers")
     sums: Counter[str] = Counter()
     routed_by_layer: dict[int | None, int] = {}
     experts_by_layer: dict[int | None, int] = {}
     for name, shape in shapes.items():
-        kind = _kind(name, depth)
+        kind = _kind(name, config)
         if kind is None:
             continue
         size = math.prod(shape)
@@ -143,6 +142,12 @@ def layer_of(name: str) -> int | None:
     return int(match["layer"]) if match else None
 
 
+def beyond_depth(config: Mapping[str, Any], layer: int | None) -> bool:
+    """Whether a layer (None: no layer) is behind the model's last one, stored for multi-token prediction."""
+    depth = config.get("num_hidden_layers")
+    return layer is not None and isinstance(depth, int) and layer >= depth
+
+
 def is_embedding(name: str) -> bool:
     """Return whether a stored tensor is the token embedding."""
     return bool(_EMBEDDING.search(name)) and layer_of(name) is None
@@ -153,14 +158,12 @@ def is_head(name: str) -> bool:
     return bool(_HEAD.search(name))
 
 
-def _kind(name: str, depth: int | None) -> str | None:
+def _kind(name: str, config: Mapping[str, Any]) -> str | None:
     """Return the sum that a tensor goes into; None for tensors that are recomputed."""
-    layer = layer_of(name)
-    beyond_depth = depth is not None and layer is not None and layer >= int(depth)
     rules = (
         (bool(_RECOMPUTED.search(name)), None),
         (bool(_OTHER_MODALITY.search(name)), "other"),
-        (beyond_depth or bool(_EXTRA_PREDICTION.search(name)), "not_run"),
+        (beyond_depth(config, layer_of(name)) or bool(_EXTRA_PREDICTION.search(name)), "not_run"),
         (is_embedding(name), "embedding"),
         (is_head(name), "head"),
         (bool(_SHARED.search(name)), "shared"),

@@ -12,6 +12,7 @@ from typing import Any
 
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.errors import MoesaicError
+from moesaic.families.counting import beyond_depth
 from moesaic.families.moe_table import EXPERT_COUNT_KEYS, MOE_FAMILIES, MoEFamily, family_of, way_out
 
 _LAYER = re.compile(r"^(?P<prefix>.*?layers\.)(?P<layer>\d+)\.(?P<rest>.+)$")
@@ -133,18 +134,6 @@ def detect_running(checkpoint: Checkpoint) -> MoEModel:
     """
     model = detect_moe(checkpoint)
     return replace(model, layers=tuple(one for one in model.layers if not beyond_depth(checkpoint.config, one.layer)))
-
-
-def beyond_depth(config: Mapping[str, Any], layer: int | None) -> bool:
-    """Whether a layer is behind the model's last one; None is no layer."""
-    depth = config.get("num_hidden_layers")
-    return layer is not None and isinstance(depth, int) and layer >= depth
-
-
-def layer_of(name: str) -> int | None:
-    """The number of the layer that a tensor belongs to."""
-    match = _LAYER.match(name)
-    return None if match is None else int(match["layer"])
 
 
 def expert_count(config: Mapping[str, Any], family: MoEFamily, name: str) -> int:

@@ -12,7 +12,8 @@ from moesaic.checkpoint.pieces import NewTensor, slot_tensor, whole
 from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.rewrite import Rewrite, RewriteResult, original_experts, rewrite_unless_dry
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
-from moesaic.families.moe import MoELayerTensors, MoEModel, beyond_depth, detect_running, layer_of
+from moesaic.families.counting import beyond_depth, layer_of
+from moesaic.families.moe import MoELayerTensors, MoEModel, detect_running
 from moesaic.families.moe_table import EXPERT_COUNT_KEYS
 from moesaic.selection.choose import check_counts, own_groups, refuse_uneven
 from moesaic.selection.lineage import extend, find_lineage

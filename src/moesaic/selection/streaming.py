@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
@@ -22,6 +22,7 @@ from moesaic.checkpoint.reader import read_tensor
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.errors import MoesaicError
 from moesaic.families.moe import ROUTER_ROLES, detect_running
+from moesaic.loading import load_config
 from moesaic.selection.experts import find_block
 from moesaic.selection.rules import install_recorded
 from moesaic.selection.stacking import ExpertStacks
@@ -59,7 +60,7 @@ class StreamedModel:
     """A checkpoint as a model without weights, and the means to load parts of it."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False, local_files_only=True)
+        config = load_config(checkpoint.path, checkpoint.name)
         dtype = getattr(config, "dtype", None) or torch.float32
         with _META:
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)

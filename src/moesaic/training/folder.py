@@ -1,4 +1,4 @@
-"""OUT before a run: may it be written, and does the recipe still say what it said. No torch."""
+"""OUT before a run: may it be written, what states are in it, does the recipe still say what it said. No torch."""
 
 import fcntl
 import shutil
@@ -13,6 +13,10 @@ from moesaic.errors import MoesaicError
 from moesaic.training.recipe import TrainRecipe
 
 RECIPE_FILE = "recipe.yaml"
+RUN_FILE = "run.json"
+"""Of a state; it comes last."""
+UNFINISHED = ".tmp"
+"""At the end of the name of a state that is being written."""
 _LOCK = "lock"
 _EARLY = {RECIPE_FILE, "metrics.jsonl", "state"}
 """What a run leaves that was stopped before its first state."""
@@ -54,7 +58,7 @@ def refuse_content(out: Path, *, resume: bool, overwrite: bool) -> None:
     `resume` goes on from a state, or starts afresh over what a run leaves that was stopped before its first state.
     """
     names = _content(out)
-    if not names or (resume and (_has_state(out) or names <= _EARLY)):
+    if not names or (resume and (list_states(out / "state") or names <= _EARLY)):
         return
     if not overwrite:
         if resume:
@@ -67,8 +71,9 @@ def refuse_content(out: Path, *, resume: bool, overwrite: bool) -> None:
         raise MoesaicError(f"{out}: holds no run and no checkpoint, so --overwrite does not remove it")
 
 
-def _has_state(out: Path) -> bool:
-    return any(out.glob("state/step-*/run.json"))
+def list_states(folder: Path) -> list[Path]:
+    """Complete states, oldest first."""
+    return sorted(path.parent for path in folder.glob(f"step-*/{RUN_FILE}") if path.parent.suffix != UNFINISHED)
 
 
 def refuse_overlap(out: Path, recipe: TrainRecipe) -> None:

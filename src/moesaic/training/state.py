@@ -31,11 +31,10 @@ from transformers import PreTrainedConfig
 from moesaic.checkpoint.pio import explained, sync_path
 from moesaic.checkpoint.source import load_json
 from moesaic.errors import MoesaicError
+from moesaic.training.folder import RUN_FILE, UNFINISHED, list_states
 from moesaic.training.parallel import World
 from moesaic.training.validate import DomainLoss
 
-RUN_FILE = "run.json"
-_UNFINISHED = ".tmp"
 _FILE_BYTES = 64 << 20
 
 
@@ -78,11 +77,6 @@ class RunState:
         return sum(losses) / len(losses) if losses else None
 
 
-def list_states(folder: Path) -> list[Path]:
-    """Complete states, oldest first."""
-    return sorted(path.parent for path in folder.glob(f"step-*/{RUN_FILE}") if path.parent.suffix != _UNFINISHED)
-
-
 def read_run(state: Path) -> RunState:
     """What run.json of a state says."""
     try:
@@ -105,7 +99,7 @@ def save_state(
     Raises: `MoesaicError` for a full disk and other failures of the disk. The states before stay as they are.
     """
     final = folder / run.name
-    aside = final.with_name(final.name + _UNFINISHED)
+    aside = final.with_name(final.name + UNFINISHED)
     with explained(final):
         if world.is_main:
             shutil.rmtree(aside, ignore_errors=True)
