@@ -46,7 +46,7 @@ def route_topk(logits_TE: Tensor, top_k: int, weighting: str) -> tuple[Tensor, T
     weights (tokens, top_k) in the logits' dtype and expert ids.
     """
     ids_TK = _largest(logits_TE, top_k)
-    return routing_weights(logits_TE, logits_TE.gather(-1, ids_TK), weighting), ids_TK
+    return _weights(logits_TE, logits_TE.gather(-1, ids_TK), weighting), ids_TK
 
 
 def route_one_per_group(
@@ -71,7 +71,7 @@ def route_one_per_group(
     score_TG, everything = _GROUP_SCORES[group_score](logits_TE, best_TG, logits_TGM, present_GM)
     groups_TK = _largest(score_TG, top_k)
     ids_TK = members_GM[groups_TK, position_TG.gather(-1, groups_TK)]
-    return routing_weights(everything, score_TG.gather(-1, groups_TK), weighting), ids_TK
+    return _weights(everything, score_TG.gather(-1, groups_TK), weighting), ids_TK
 
 
 def _largest(scores: Tensor, k: int) -> Tensor:
@@ -79,8 +79,7 @@ def _largest(scores: Tensor, k: int) -> Tensor:
     return scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
-def routing_weights(scores: Tensor, selected_TK: Tensor, weighting: str) -> Tensor:
-    """Turn ``selected_TK``, the K of its ``scores`` that each token has selected, into weights (see `route_topk`)."""
+def _weights(scores: Tensor, selected_TK: Tensor, weighting: str) -> Tensor:
     if weighting == "selected":
         return selected_TK.softmax(dim=-1)
     if weighting == "sigmoid":

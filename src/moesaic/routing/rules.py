@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from moesaic.errors import MoesaicError
-from moesaic.modeling.modeling_moesaic import group_members, route_one_per_group, route_topk, routing_weights
+from moesaic.modeling.modeling_moesaic import group_members, route_one_per_group, route_topk
 from moesaic.routing.config import RuleConfig
 from moesaic.routing.draws import draw_integers, fold_key
 from moesaic.routing.routers import RouterSettings, Weighting
@@ -89,7 +90,7 @@ def document_pools(
     gradient flows through the choice. A selection bias counts here as it does in the selection: an expert outside every
     pool could not be helped by it otherwise.
     """
-    probability_TE = _probabilities(logits_TE, weighting)
+    probability_TE = _PROBABILITIES[weighting](logits_TE)
     sums_NE = probability_TE.new_zeros(context.num_documents + 1, logits_TE.shape[-1])
     sums_NE.index_add_(0, context.segments_T, probability_TE)
     mean_NE = sums_NE[:-1] / context.lengths_N[:, None]
@@ -106,12 +107,27 @@ def token_pools(pools_NE: Bool[Tensor, "documents experts"], context: RoutingCon
     return torch.cat([pools_NE, all_experts_1E])[context.segments_T]
 
 
-_OVER_ALL: dict[Weighting, Weighting] = {"selected": "selected", "all": "selected", "sigmoid": "sigmoid"}
-"""The weighting under which a choice of everything gives the probability of each."""
+def weights_of(
+    logits_TE: Float[Tensor, "tokens experts"], expert_ids_TK: Int64[Tensor, "tokens active"], *, weighting: str
+) -> Float[Tensor, "tokens active"]:
+    """Return the weights that a router gives to experts chosen by something else than its own scores."""
+    return _WEIGHTINGS[weighting](logits_TE, expert_ids_TK)
 
 
-def _probabilities(logits_TE: Tensor, weighting: Weighting) -> Tensor:
-    return routing_weights(logits_TE, logits_TE, _OVER_ALL[weighting])
+_WEIGHTINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "selected": lambda logits_TE, ids_TK: logits_TE.gather(1, ids_TK).softmax(dim=-1),
+    "all": lambda logits_TE, ids_TK: logits_TE.softmax(dim=-1).gather(1, ids_TK),
+    "sigmoid": lambda logits_TE, ids_TK: F.logsigmoid(logits_TE.gather(1, ids_TK)).softmax(dim=-1),
+}
+
+_PROBABILITIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "selected": lambda logits_TE: logits_TE.softmax(dim=-1),
+    "all": lambda logits_TE: logits_TE.softmax(dim=-1),
+    "sigmoid": lambda logits_TE: F.logsigmoid(logits_TE).softmax(dim=-1),
+}
+
+_GROUP_SHARES = {"selected": "all", "all": "all", "sigmoid": "sigmoid"}
+"""The weighting under which a choice of all groups gives the probability of each."""
 
 
 def _with_bias(choose: Callable[[Tensor], tuple[Tensor, Tensor]], settings: RouterSettings) -> Select:
@@ -120,14 +136,15 @@ def _with_bias(choose: Callable[[Tensor], tuple[Tensor, Tensor]], settings: Rout
     The scores it is added to are probabilities, as in the paper; experts outside the pool stay outside.
     """
 
+    probability = _PROBABILITIES[settings.weighting]
+
     def select(logits_TE: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
         if bias_E is None:
             return choose(logits_TE)
         with torch.no_grad():
-            probability_TE = _probabilities(logits_TE, settings.weighting)
-            score_TE = (probability_TE + bias_E).masked_fill(logits_TE.isneginf(), float("-inf"))
+            score_TE = (probability(logits_TE) + bias_E).masked_fill(logits_TE.isneginf(), float("-inf"))
             _, expert_ids_TK = choose(score_TE)
-        return routing_weights(logits_TE, logits_TE.gather(1, expert_ids_TK), settings.weighting), expert_ids_TK
+        return weights_of(logits_TE, expert_ids_TK, weighting=settings.weighting), expert_ids_TK
 
     return select
 
@@ -198,7 +215,7 @@ def _one_per_biased_group(
     and its bias, as a group, are chosen when it would have been, whatever their number (methods.md, section 3 b).
     """
     present_GM, safe_GM = members_GM >= 0, members_GM.clamp(min=0)
-    over = _OVER_ALL[settings.weighting]
+    over = _GROUP_SHARES[settings.weighting]
     share_TG, id_TG = route_one_per_group(logits_TE, members_GM, len(members_GM), over, score)  # groups in any order
     group_E = torch.zeros_like(bias_E, dtype=torch.int64)
     numbers_GM = torch.arange(len(members_GM), device=logits_TE.device)[:, None].expand_as(members_GM)
