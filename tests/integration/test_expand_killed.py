@@ -12,10 +12,11 @@ from tests.tiny_moes import save_tiny_moe
 KILLS = 12
 PROGRAM = '''
 """Expand in forked children and kill them; the parent has everything imported, so the kill hits the expansion."""
-import hashlib, json, os, random, shutil, signal, sys, time
+import hashlib, json, os, shutil, signal, sys, time
 from pathlib import Path
 import moesaic.expansion.run
 from moesaic.expansion.recipe import ExpandRecipe
+from tests.kills import at_random_moments
 
 source, root, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 recipe = ExpandRecipe(checkpoint=source, experts=24, utility="weight_norm", expert_op="drop", shard_size="1MB")
@@ -54,16 +55,22 @@ for number in range(2):  # the shorter: on a busy machine the other says when th
 complete = state(root / "whole-0")
 assert complete == state(root / "whole-1")
 names = {"absent": "absent", complete: "complete"}
-target, moments = root / "target", random.Random(0)
-outcomes, leftovers = [], 0
-for _ in range(count):
+target, outcomes, leftovers = root / "target", [], 0
+
+
+def attempt(delay):
+    global leftovers
     pid = fork(target)
-    time.sleep(moments.uniform(0, min(durations)))
+    time.sleep(delay)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     outcomes.append(names.get(state(target), "BROKEN"))
     leftovers += any(path.name.startswith(".target") for path in root.iterdir())
     shutil.rmtree(target, ignore_errors=True)
+    return outcomes[-1] != "complete"
+
+
+at_random_moments(attempt, min(durations), count)
 run(target)
 after = sorted(path.name for path in root.iterdir())
 print(json.dumps({"outcomes": outcomes, "leftovers": leftovers, "final": names.get(state(target)), "after": after}))
@@ -79,7 +86,7 @@ def test_killed_expansions(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert len(report["outcomes"]) == KILLS
+    assert len(report["outcomes"]) >= KILLS
     assert set(report["outcomes"]) <= {"absent", "complete"}, report
     assert report["outcomes"].count("absent") >= KILLS // 2  # the kills did hit expansions that were not finished
     assert report["leftovers"] > 0  # and some of them while they were writing

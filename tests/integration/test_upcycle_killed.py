@@ -11,10 +11,11 @@ from tests.tiny_models import save_tiny
 
 PROGRAM = '''
 """Convert in forked children and kill them; the parent has everything imported, so the kill hits the conversion."""
-import hashlib, json, os, random, signal, sys, time
+import hashlib, json, os, shutil, signal, sys, time
 from pathlib import Path
 from moesaic.upcycling.recipe import UpcycleRecipe
 from moesaic.upcycling.run import upcycle
+from tests.kills import at_random_moments
 
 base, root, overwrite, count = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "overwrite", int(sys.argv[4])
 old, new = (UpcycleRecipe(base=base, method="sparse", experts=4, seed=seed, shard_size="4MB") for seed in (1, 2))
@@ -51,19 +52,20 @@ for _ in range(3):  # the shortest: on a busy machine the others say when the ma
     start = time.monotonic()
     run(new, root / "new", overwrite=True)
     durations.append(time.monotonic() - start)
-duration = min(durations)
 allowed = {"old": state(root / "old"), "new": state(root / "new")} | ({} if overwrite else {"absent": "absent"})
 names = {value: name for name, value in allowed.items()}
 if not overwrite:
     del names[allowed["old"]]
 
-target, moments = root / "target", random.Random(0)
+target, outcomes, leftovers = root / "target", [], 0
 if overwrite:
     run(old, target)
-outcomes, leftovers = [], 0
-for _ in range(count):
+
+
+def attempt(delay):
+    global leftovers
     pid = fork(new, target, overwrite)
-    time.sleep(moments.uniform(0, 1.1 * duration))
+    time.sleep(delay)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     outcomes.append(names.get(state(target), "BROKEN"))
@@ -72,8 +74,11 @@ for _ in range(count):
         if overwrite:
             run(old, target, overwrite=True)
         else:
-            import shutil
             shutil.rmtree(target)
+    return outcomes[-1] != "new"
+
+
+at_random_moments(attempt, min(durations), count)
 run(new, target, overwrite=overwrite)
 after = sorted(path.name for path in root.iterdir())
 print(json.dumps({"outcomes": outcomes, "leftovers": leftovers, "final": names.get(state(target)), "after": after}))
@@ -94,7 +99,7 @@ def test_twenty_kills(base, tmp_path, mode):
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert len(report["outcomes"]) == 20
+    assert len(report["outcomes"]) >= 20
     before = "absent" if mode == "new" else "old"
     assert set(report["outcomes"]) <= {before, "new"}, report
     assert report["outcomes"].count(before) >= 10  # the kills did hit conversions that were not finished
