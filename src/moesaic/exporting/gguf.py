@@ -32,6 +32,7 @@ from moesaic.recipe import dump_recipe, recipe_values
 
 FOLDER_VARIABLE = "MOESAIC_LLAMA_CPP"
 CONVERTER = "convert_hf_to_gguf.py"
+_CONVERTER_IMPORTS = ("gguf", "sentencepiece")
 _OUTTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _WAY_OUT = (
@@ -172,6 +173,8 @@ def _converter(llama_cpp: str | Path | None) -> Path:
     path = Path(folder) / CONVERTER
     if not path.is_file():
         raise MoesaicError(f"--llama-cpp {folder}: has no {CONVERTER}; {_WAY_OUT}")
+    if missing := [module for module in _CONVERTER_IMPORTS if importlib.util.find_spec(module) is None]:
+        raise MoesaicError(f"--to gguf: llama.cpp's converter needs {', '.join(missing)}; pip install 'moesaic[gguf]'")
     return path.absolute()
 
 
