@@ -1,5 +1,6 @@
 """Tables of results: means over seeds with Student's 95% intervals. No torch."""
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -41,11 +42,16 @@ def difference(left: Iterable[Row], right: Iterable[Row]) -> Interval | None:
 
 
 def show(interval: Interval | None, digits: int = 3) -> str:
-    """`3.142 ± 0.012`; without an interval where there is one seed, empty where there is nothing."""
+    """`3.142 ± 0.012`, or `3.142 (3.100 to 3.154)` where the interval is not symmetrical.
+
+    Without an interval where there is one seed, empty where there is nothing.
+    """
     if interval is None:
         return ""
     if interval.low is None or interval.high is None:
         return f"{interval.value:.{digits}f}"
+    if not math.isclose(interval.high - interval.value, interval.value - interval.low, rel_tol=1e-6, abs_tol=1e-12):
+        return f"{interval.value:.{digits}f} ({interval.low:.{digits}f} to {interval.high:.{digits}f})"
     return f"{interval.value:.{digits}f} ± {(interval.high - interval.low) / 2:.{digits}f}"
 
 

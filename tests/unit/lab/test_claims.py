@@ -11,6 +11,7 @@ from moesaic.lab.claims import CLAIMS, claims_table
 from moesaic.lab.claims.claim import Claim, combine, less, smallest, verdict, within
 from moesaic.lab.plan import Plan, Step
 from moesaic.lab.rows import all_rows
+from moesaic.lab.tables import show
 
 
 def _claim(otherwise: Literal["opposite", "not seen"] = "opposite") -> Claim:
@@ -44,8 +45,35 @@ def test_figures():
     assert near.value == pytest.approx(0.1)
     assert combine(lambda a, b: a / b, _rows(4.0, 9.0, 7.0), _rows(2.0, 3.0)) == combine(float, _rows(2.0, 3.0))
     assert combine(lambda a, b: a, _rows(1.0), []) is None
-    assert smallest([difference, near]) is near
+    assert smallest([difference, near]) == near
     assert smallest([difference, None]) is None
+    assert smallest([]) is None
+
+
+@pytest.mark.parametrize(
+    ("parts", "figure", "expected"),
+    [
+        ([(0.01, 0.005, 0.015), (0.02, -0.03, 0.07)], "0.010 (-0.030 to 0.015)", "undecided"),
+        ([(0.01, 0.005, 0.015), (0.02, 0.01, 0.03)], "0.010 ± 0.005", "seen"),
+        ([(-0.02, -0.05, 0.01), (-0.01, -0.015, -0.005)], "-0.020 (-0.050 to -0.005)", "opposite"),
+        ([(0.02, 0.01, 0.03), (0.01, None, None)], "0.010", "undecided"),
+        ([(-0.02, -0.03, -0.01), (-0.05, None, None)], "-0.020 ± 0.010", "opposite"),
+    ],
+)
+def test_a_claim_over_several_models_needs_every_one_of_them(parts, figure, expected):
+    effect = smallest([Interval(value=value, low=low, high=high) for value, low, high in parts])
+    assert (show(effect), verdict(_claim(), effect)) == (figure, expected)
+
+
+def test_one_undecided_baseline_leaves_the_claim_over_all_undecided():
+    def end(model, *values):
+        return _labelled(*values, measure="loss", stage="joint", model=model)
+
+    near = [*end("divmoe", 3.0, 3.1, 3.2), *end("btx", 3.01, 3.112, 3.209)]
+    rows = [*near, *end("sparse", 3.0, 3.13, 3.23), *end("virtual_group", 4, 4, 4), *end("drop", 4, 4, 4)]
+    assert _said("divmoe", rows, "without fine-grained experts (BTX)")[1] == "seen"
+    figure, said = _said("divmoe", rows, "DivMoE is better than every other")
+    assert (figure.rpartition(": ")[2], said) == ("0.0103 (-0.0230 to 0.0141)", "undecided")
 
 
 @pytest.mark.parametrize("experiment", CLAIMS)

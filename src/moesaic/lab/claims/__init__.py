@@ -27,7 +27,8 @@ def claims_table(experiment: str, rows: Sequence[Row]) -> Table:
         title="Claims",
         note="Figures with 95% intervals over seeds, differences paired by seed, losses in nats per token. `seen`: the "
         "interval lies on the claim's side of 0; `opposite` (or `not seen`, where it has no opposite): on the other; "
-        "`undecided`: it holds 0, or there is one seed.",
+        "`undecided`: it holds 0, or there is one seed. The figure of a claim over several models or domains is the "
+        "least of theirs; both ends of its interval are the least of theirs too.",
         header=("the paper says", "measured", "verdict"),
         rows=tuple(body),
     )

@@ -55,6 +55,16 @@ def within(limit: float, left: Sequence[Row], right: Sequence[Row]) -> Interval 
 
 
 def smallest(parts: Sequence[Interval | None]) -> Interval | None:
-    """The one with the lowest value: a claim about all holds where it holds for that; None where one is missing."""
+    """The least of several figures, for a claim that all of them are above 0; None where one is missing.
+
+    Its ends are the least low and the least high end: above 0 where every part is, below where one is. Parts without an
+    interval leave it without one, unless another part is below 0: the parts with intervals then decide.
+    """
     found = [part for part in parts if part is not None]
-    return min(found, key=lambda part: part.value) if found and len(found) == len(parts) else None
+    if not found or len(found) < len(parts):
+        return None
+    ends = [(part.value, part.low, part.high) for part in found if part.low is not None and part.high is not None]
+    if len(ends) < len(found) and not any(high < 0 for _, _, high in ends):
+        return Interval(value=min(part.value for part in found), low=None, high=None)
+    value, low, high = map(min, zip(*ends, strict=True))
+    return Interval(value=value, low=low, high=high)
