@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from moesaic.comparison.groups import Group, columns_of, difference
+from moesaic.comparison.groups import Group, columns_of, difference, disagreements
 from moesaic.comparison.runs import Column, Run
 from moesaic.comparison.tables import Heading, Row, Table
 from moesaic.errors import MoesaicError
@@ -10,10 +10,10 @@ from moesaic.expansion.measures import Interval, gap_closure
 
 
 def gap_table(small: Group, upcycled: Group, large: Group) -> Table:
-    """`(L_E - L_up) / (L_E - L_mE)` of three runs, for every held-out loss that they share.
+    """`(L_E - L_up) / (L_E - L_mE)` of three runs, for every held-out loss that they share and measured alike.
 
     Raises:
-        MoesaicError: they share none, or have different numbers of seeds.
+        MoesaicError: they share none, measured none alike, or have different numbers of seeds.
     """
     trio = (small, upcycled, large)
     if len({len(one.runs) for one in trio}) > 1:
@@ -28,14 +28,19 @@ def gap_table(small: Group, upcycled: Group, large: Group) -> Table:
         raise MoesaicError(
             f"--gap-closure: {small.name}, {upcycled.name} and {large.name} have no held-out loss in common"
         )
+    odd = disagreements(trio, shared)
+    alike = {key: column for key, column in shared.items() if not disagreements(trio, {key: column})}
+    if not alike:
+        raise MoesaicError(f"--gap-closure: {odd[0]}; measure all three on the same documents")
     rows = []
-    for key, column in shared.items():
+    for key, column in alike.items():
         found = gap_closure(*([score.value for score in one.scores(key)] for one in trio))
         closure = found.closure or ("one seed" if len(small.runs) == 1 else "gap includes 0")
         rows.append(Row(name=column.title, cells=(found.gap, found.gain, closure)))
     budgets = sorted({run.tokens for one in trio for run in one.runs if run.tokens})
     notes = [
-        "closure only where the 95% interval of the gap excludes 0; its interval is Fieller's, over pairs of seeds"
+        "closure only where the 95% interval of the gap excludes 0; its interval is Fieller's, over pairs of seeds",
+        *(f"{one}: left out" for one in odd),
     ]
     if len(budgets) > 1:
         notes.append(f"the runs saw different numbers of tokens ({', '.join(f'{one:,}' for one in budgets)})")

@@ -15,6 +15,8 @@ from moesaic.evaluation.results import read_results
 METRICS_FILE = "metrics.jsonl"
 RESULTS_FILE = "results.json"
 
+_MEAN = "loss:"
+"""Key of the mean of the held-out losses, which no domain has: names of domains are not empty."""
 _SEED = re.compile(r"[-_.](seed[-_]?|s)\d+$")
 
 
@@ -204,7 +206,7 @@ def _from_metrics(folder: Path, name: str) -> Run:
 def _losses(validation: Mapping[str, Any]) -> tuple[dict[str, Column], dict[str, Score]]:
     """Held-out loss by domain, and its mean over the domains."""
     scores = {
-        domain: Score(
+        f"loss:{domain}": Score(
             value=found["loss"],
             error=found["standard_error"],
             samples=found["documents"],
@@ -212,20 +214,21 @@ def _losses(validation: Mapping[str, Any]) -> tuple[dict[str, Column], dict[str,
         )
         for domain, found in validation.items()
     }
+    titles = {f"loss:{domain}": f"loss {domain}" for domain in validation}
     if len(scores) > 1:
         errors = [score.error for score in scores.values()]
         known = [error for error in errors if error is not None]
-        scores["mean"] = Score(
+        titles[_MEAN] = "mean loss"
+        scores[_MEAN] = Score(
             value=sum(score.value for score in scores.values()) / len(scores),
             error=sum(error**2 for error in known) ** 0.5 / len(errors) if len(known) == len(errors) else None,
             samples=sum(score.samples for score in scores.values()),
             condition="; ".join(score.condition for score in scores.values()),
         )
     columns = {
-        f"loss:{domain}": Column(key=f"loss:{domain}", title=f"loss {domain}", percent=False, higher_is_better=False)
-        for domain in scores
+        key: Column(key=key, title=title, percent=False, higher_is_better=False) for key, title in titles.items()
     }
-    return columns, {f"loss:{domain}": score for domain, score in scores.items()}
+    return columns, scores
 
 
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -133,8 +133,8 @@ def test_training_runs_show_their_last_validation(tmp_path: Path):
     metrics = folder / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"kind": "step", "st')  # a killed run's last line
     cells = _cells(compare([str(folder)]), "Scores")["emo"]
-    assert [cells[f"loss {name}"].value for name in ("math", "code", "mean")] == [2.0, 3.0, 2.5]
-    assert cells["loss mean"].high - 2.5 == pytest.approx(1.959964 * math.hypot(0.1, 0.1) / 2)
+    assert [cells[name].value for name in ("loss math", "loss code", "mean loss")] == [2.0, 3.0, 2.5]
+    assert cells["mean loss"].high - 2.5 == pytest.approx(1.959964 * math.hypot(0.1, 0.1) / 2)
 
 
 def test_gap_closure_of_three_runs(tmp_path: Path):
@@ -169,6 +169,32 @@ def test_no_gap_closure_where_the_gap_may_be_nothing(tmp_path: Path):
     other = results(tmp_path / "x.json", {"arc_easy": task(0.5)})
     with pytest.raises(MoesaicError, match="no held-out loss in common"):
         compare([runs[0], runs[2], f"x={other}"], gap=("e", "up", "x"))
+
+
+def test_gap_closure_leaves_out_what_was_not_measured_alike(tmp_path: Path):
+    losses = {"e": 1.30, "up": 1.27, "me": 1.26}
+    runs = [
+        str(training(tmp_path / name, {"math": loss, "code": loss}, tokens={"code": 100 + (name == "up")}))
+        for name, loss in losses.items()
+    ]
+    found = compare(runs, gap=("e", "up", "me"))
+    assert list(_cells(found, "Gap")) == ["loss math"]
+    said = "loss code: e and up were not measured alike (shots, limit, rows or data)"
+    assert f"{said}: left out" in next(table for table in found.tables if table.title.startswith("Gap")).notes
+    other = training(tmp_path / "all", {"math": 1.27, "code": 1.27}, tokens={"math": 90, "code": 90})
+    with pytest.raises(MoesaicError, match=r"loss math: e and all were not measured alike .*; measure all three"):
+        compare([runs[0], str(other), runs[2]], gap=("e", "all", "me"))
+
+
+def test_a_domain_called_mean_is_beside_the_mean_over_domains(tmp_path: Path):
+    runs = [
+        str(training(tmp_path / name, {"mean": loss, "code": loss + 1}))
+        for name, loss in (("e", 2.3), ("up", 2.2), ("me", 2.0))
+    ]
+    found = compare(runs, gap=("e", "up", "me"))
+    cells = _cells(found, "Scores")["me"]
+    assert [cells[name].value for name in ("loss mean", "loss code", "mean loss")] == [2.0, 3.0, 2.5]
+    assert list(_cells(found, "Gap")) == ["loss mean", "loss code", "mean loss"]
 
 
 def test_loss_jump_at_an_expansion(tmp_path: Path):
