@@ -79,6 +79,7 @@ def load(
 
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a checkpoint; a `MoesaicError` says when there is none."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     checkpoint = open_checkpoint(path)
@@ -88,7 +89,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
         raise MoesaicError(f"{path}: has no usable tokenizer (no vocabulary file); copy the base's tokenizer files")
     try:
         return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise MoesaicError(f"{path}: has no usable tokenizer ({reason}); copy the base's tokenizer files") from error
 

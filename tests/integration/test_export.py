@@ -1,8 +1,11 @@
 """`export`: native families against our own model, refusals rule by rule, layouts bit for bit, dtypes, GGUF's guard."""
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from moesaic.errors import MoesaicError
 from moesaic.exporting.gguf import plan_gguf
 from moesaic.exporting.natives import NATIVE
 from moesaic.exporting.recipe import ExportRecipe
-from moesaic.exporting.rules import PLAIN, SPECIAL
+from moesaic.exporting.rules import PLAIN, SPECIAL, facts_of
 from moesaic.modeling.names import STEMS
 from tests.tiny_models import tiny_moe_model
 from tests.tiny_moes import MOE_FAMILIES, save_tiny_moe
@@ -118,6 +121,19 @@ def test_sigmoid_weights_are_those_of_no_native_family(tmp_path):
         moesaic.export(source, tmp_path / "out", dry_run=True)
 
 
+def test_biases_of_dense_layers_are_a_fact():
+    config = tiny_moe_model("llama", num_layers=2, moe_layers=[1], mlp_bias=True).config.to_dict()
+    layers = (None,)
+    for own, fact in ((True, "yes"), (False, "yes"), (None, "none")):
+        view = SimpleNamespace(
+            base="llama",
+            config=config | {"expert_mlp_bias": bool(own), "mlp_bias": own is not None},
+            others={},
+            layers=layers,
+        )
+        assert facts_of(view)["expert_bias"] == fact
+
+
 def test_every_base_is_plain_or_special():
     assert set(PLAIN) | set(SPECIAL) == set(STEMS)
     assert not set(PLAIN) & set(SPECIAL)
@@ -144,6 +160,10 @@ def test_native_checkpoints_become_ours(tmp_path):
         source = save_tiny_moe(tmp_path / family, family)
         moesaic.export(source, tmp_path / f"{family}-ours", to="moesaic")
         torch.testing.assert_close(logits(tmp_path / f"{family}-ours"), logits(source), atol=1e-5, rtol=0)
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 28}
+    source = save_tiny_moe(tmp_path / "window", "qwen3_moe", **window)
+    moesaic.export(source, tmp_path / "window-ours", to="moesaic")
+    torch.testing.assert_close(logits(tmp_path / "window-ours"), logits(source), atol=1e-5, rtol=0)
     with pytest.raises(MoesaicError, match="its shared expert has a gate"):
         moesaic.export(save_tiny_moe(tmp_path / "q", "qwen2_moe"), tmp_path / "no", to="moesaic")
 
@@ -155,6 +175,8 @@ def test_dtype_rounds_every_weight_once(tmp_path):
     wide, half = tensors(tmp_path / "wide"), tensors(tmp_path / "half")
     assert all(torch.equal(half[name], tensor.bfloat16()) for name, tensor in wide.items())
     assert json.loads((tmp_path / "half/config.json").read_text())["dtype"] == "bfloat16"
+    moesaic.export(source, tmp_path / "f16", to="qwen2_moe", dtype="float16")
+    assert all(gate.all() for name, gate in tensors(tmp_path / "f16").items() if "shared_expert_gate" in name)
 
 
 def test_a_number_too_large_for_float16_is_refused(tmp_path):
@@ -195,6 +217,8 @@ def test_check_fails_where_the_result_differs(tmp_path, monkeypatch, capsys):
         (["--layout", "per-expert", "--to", "moesaic"], "--layout per-expert"),
         (["--shard-size", "0"], "shard"),
         (["--check", "--dry-run"], "--check needs the result"),
+        (["--check", "--text", "/nowhere.txt"], "--text /nowhere.txt: cannot be read"),
+        (["--check", "--device", "cuda:77"], "--device cuda:77"),
         (["--to", "gguf"], "MOESAIC_LLAMA_CPP"),
         (["--to", "gguf", "--layout", "fused"], "--layout fused"),
         (["--to", "gguf", "--llama-cpp", "/nowhere"], "convert_hf_to_gguf.py"),
@@ -308,6 +332,8 @@ GGUF_REFUSED = [
     ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps: 1e-06, where llama.cpp computes 1e-05"),
     ("olmoe", {"clip_qkv": 3.0}, "clip_qkv: 3.0"),
     ("mixtral", {"sliding_window": 8}, "sliding window: yes"),
+    ("qwen3_moe", {"norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 4}, "sliding window: in every layer"),
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, "sliding window: yes"),
     ("qwen2_moe", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0,
         "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}, "rope: llama3"),
     ("flex_olmo", {}, "FlexOlmo"),
@@ -318,7 +344,7 @@ GGUF_REFUSED = [
 def test_what_llama_cpp_gets_wrong_is_refused(tmp_path, family, settings, message):
     (tmp_path / "convert_hf_to_gguf.py").touch()
     source = save_tokenizer(save_tiny_moe(tmp_path / "m", family, **settings))
-    with pytest.raises(MoesaicError, match=r"llama\.cpp") as caught:
+    with pytest.raises(MoesaicError) as caught:
         plan_gguf(ExportRecipe(checkpoint=str(source), to="gguf"), tmp_path)
     assert message in str(caught.value)
 
@@ -344,6 +370,30 @@ def test_a_converter_that_fails_leaves_nothing(tmp_path):
     (tmp_path / "convert_hf_to_gguf.py").write_text("import sys; sys.exit('unknown tokenizer')")
     source = save_tokenizer(save_ours(tmp_path / "moe", "llama"))
     with pytest.raises(MoesaicError, match="failed with status 1: unknown tokenizer"):
+        moesaic.export(source, tmp_path / "out", to="gguf", llama_cpp=tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"convert_hf_to_gguf.py", "moe"}
+
+
+def test_a_killed_converter_s_native_folder_goes_with_the_next_run(tmp_path):
+    (tmp_path / "convert_hf_to_gguf.py").write_text("import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
+    source = save_tokenizer(save_ours(tmp_path / "moe", "llama"))
+    command = [
+        sys.executable,
+        "-m",
+        "moesaic",
+        "export",
+        source,
+        tmp_path / "out",
+        "--to",
+        "gguf",
+        "--llama-cpp",
+        tmp_path,
+    ]
+    done = subprocess.run([*map(str, command), "--quiet"], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert any("-scratch" in path.name for path in tmp_path.iterdir())
+    (tmp_path / "convert_hf_to_gguf.py").write_text("import sys; sys.exit('unknown tokenizer')")
+    with pytest.raises(MoesaicError, match="unknown tokenizer"):
         moesaic.export(source, tmp_path / "out", to="gguf", llama_cpp=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"convert_hf_to_gguf.py", "moe"}
 

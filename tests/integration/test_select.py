@@ -254,6 +254,10 @@ def test_refusals(tmp_path, moe, options, message):
         ({"out": "folder"}, "folder: is a folder; name a file"),
         ({"out": "file/s.json"}, r"s\.json: .*/file is a file, not a folder"),
         ({"out": "s.json", "stats_out": "folder"}, "folder: is a folder; name a file"),
+        ({"out": "math.jsonl"}, r"math\.jsonl: exists and is no moesaic-selection file"),
+        ({"out": "moe/config.json"}, r"config\.json: exists and is no moesaic-selection file"),
+        ({"out": "s.json", "stats_out": "math.jsonl"}, "is no moesaic-statistics file"),
+        ({"out": "s.json", "stats_out": "s.json"}, "is the selection's own file"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_the_pass(tmp_path, moe, options, message, monkeypatch):

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.errors import MoesaicError
+from moesaic.exporting.run import export
 from moesaic.families.moe import detect_moe
 from moesaic.loading import load
 from moesaic.selection.extraction import extract
@@ -162,6 +163,19 @@ def test_average_is_the_weighted_mean(tmp_path):
     expected = before[name].clone()
     expected[ids] += 0.25
     torch.testing.assert_close(after[name], expected, rtol=0, atol=1e-6)
+    merge_back(full, tmp_path / "cut", tmp_path / "whole")
+    merge_back(full, tmp_path / "cut", tmp_path / "one", average=1.0)
+    merge_back(full, tmp_path / "cut", tmp_path / "none", average=0.0)
+    assert_same(tensors(tmp_path / "whole"), tensors(tmp_path / "one"))
+    assert_same(tensors(full), tensors(tmp_path / "none"))
+
+
+def test_an_exported_subset_comes_back(tmp_path):
+    full = save_tiny_moe(tmp_path / "full", "olmoe")
+    extract(full, select(full, [0, 3]), tmp_path / "cut")
+    export(tmp_path / "cut", tmp_path / "fused", layout="fused")
+    merge_back(full, tmp_path / "fused", tmp_path / "same")
+    assert_same(tensors(full), tensors(tmp_path / "same"))
 
 
 def test_two_subsets_come_back_one_after_the_other(tmp_path):

@@ -28,7 +28,9 @@ from moesaic.checkpoint.pio import DISK_ERRORS, exchange, explained, io_error, r
 from moesaic.errors import MoesaicError
 
 _REPLACEABLE = ("config.json", "moesaic.json", "inspection.json")
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.moesaic-(?P<pid>\d+)-(?P<start>\d+)-(?P<host>[0-9a-f]{8})-(?P<kind>tmp|old)")
+_LEFTOVER = re.compile(
+    r"\.(?P<name>.+)\.moesaic-(?P<pid>\d+)-(?P<start>\d+)-(?P<host>[0-9a-f]{8})-(?P<kind>tmp|old|scratch)"
+)
 
 
 @contextmanager
@@ -50,6 +52,26 @@ def output_folder(target: str | Path, overwrite: bool = False, *, sources: Itera
     except BaseException:
         _remove_empty(made)
         raise
+
+
+@contextmanager
+def scratch_folder(target: str | Path) -> Iterator[Path]:
+    """Yield an empty folder beside `target` for what is needed on the way to it, and remove it when the block ends.
+
+    What a killed run leaves of it, the next run for this target removes, as it does with unfinished outputs.
+    """
+    final = check_target(target, overwrite=True)
+    _make_parents(final.parent)
+    _clear_leftovers(final)
+    mine = _own_name(final, "scratch")
+    with _signals_raise():
+        with explained(final):
+            mine.mkdir()
+        try:
+            with _locked(mine):
+                yield mine
+        finally:
+            shutil.rmtree(mine, ignore_errors=True)
 
 
 def _build(final: Path, overwrite: bool) -> Iterator[Path]:
@@ -171,7 +193,7 @@ def _clear_leftovers(final: Path) -> None:
     with explained(final.parent):
         found = [(path, _LEFTOVER.fullmatch(path.name)) for path in final.parent.iterdir()]
     for path, match in found:
-        if match is None or match["name"] != final.name:
+        if match is None or match["name"] != final.name or path == _own_name(final, "scratch"):
             continue
         if _lock_held(path) or (match["host"] == _host() and _start_time(int(match["pid"])) == int(match["start"])):
             raise MoesaicError(f"{final}: process {match['pid']} is writing it; wait for it, or choose another target")

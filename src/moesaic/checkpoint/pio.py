@@ -112,8 +112,14 @@ def write_file(path: Path, text: str | bytes) -> None:
             aside.unlink(missing_ok=True)
 
 
-def check_file(path: str | Path) -> None:
-    """Refuse (MoesaicError) what `write_file` would refuse, for results that take long to compute."""
+_START_BYTES = 200
+
+
+def check_file(path: str | Path, *, replaces: str) -> None:
+    """Refuse (MoesaicError) what `write_file` would refuse, for results that take long to compute.
+
+    And a file that is there and is something else: `replaces` is what the start of one of ours has, `"moesaic-..."`.
+    """
     path = Path(path).absolute()
     if path.is_dir():
         raise MoesaicError(f"{path}: is a folder; name a file")
@@ -122,6 +128,11 @@ def check_file(path: str | Path) -> None:
         raise MoesaicError(f"{path}: {nearest} is a file, not a folder; choose another target")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise io_error(path, PermissionError(errno.EACCES, ""))
+    if path.exists():
+        with explained(path), path.open("rb") as file:
+            start = file.read(_START_BYTES)
+        if replaces.encode() not in start:
+            raise MoesaicError(f"{path}: exists and is no {replaces.partition('/')[0]} file; name another file")
 
 
 def exchange(first: Path, second: Path) -> bool:

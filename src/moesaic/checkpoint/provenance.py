@@ -132,7 +132,28 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
     record = load_json(file_inside(folder, PROVENANCE_FILE, told_by=str(folder)))
     if record.get("format") != FORMAT:
         raise MoesaicError(f"{path}: format is {record.get('format')!r}, this version reads {FORMAT!r}; update moesaic")
+    _check_record(record, path)
     return record
+
+
+def _check_record(record: Mapping[str, Any], path: Path) -> None:
+    """What the verbs rely on: `experts.original` rows of ids, a routing rule with a bias per layer or none."""
+    experts, routing = record.get("experts", {}), record.get("routing")
+    original = experts.get("original", []) if isinstance(experts, dict) else None
+    if not (isinstance(original, list) and all(_is_row(row, int) for row in original)):
+        raise MoesaicError(f"{path}: experts.original must be a list of expert ids for each MoE layer")
+    if routing is None:
+        return
+    if not (isinstance(routing, dict) and isinstance(routing.get("rule"), dict) and "selection_bias" in routing):
+        raise MoesaicError(f"{path}: routing must have a rule and a selection_bias (or null)")
+    bias = routing["selection_bias"]
+    rows = [] if bias is None else bias
+    if not (isinstance(rows, list) and all(_is_row(row, int | float) and len(row) == len(rows[0]) for row in rows)):
+        raise MoesaicError(f"{path}: routing.selection_bias must be a list of numbers for each MoE layer, or null")
+
+
+def _is_row(value: Any, kind: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, kind) for one in value)
 
 
 def side_files(checkpoint: Checkpoint, patterns: Sequence[str] = SIDE_FILES) -> list[str]:

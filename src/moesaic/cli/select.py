@@ -92,8 +92,9 @@ def command(
     if union:
         first, second, out = _paths(paths, "--union A.json B.json OUT.json")
         from moesaic.selection.choose import union_selections
-        from moesaic.selection.selection import load_selection, save_selection
+        from moesaic.selection.selection import FORMAT, load_selection, save_selection
 
+        check_file(out, replaces=FORMAT)
         made = union_selections(load_selection(first), load_selection(second))
         save_selection(made, out)
         _print({out: made}, json=json, quiet=quiet)
@@ -145,12 +146,13 @@ def _each(
 ) -> "dict[str, Selection]":
     """One selection for each value of a field: file -> selection. All that can be refused is, before the first."""
     from moesaic.selection.calibration import calibration_texts, categories
+    from moesaic.selection.selection import FORMAT
 
     targets = {value: str(Path(out) / f"{_file_name(value)}.json") for value in categories(drawn.path, by)}
     if len(set(targets.values())) < len(targets):
         raise MoesaicError(f"--by {by}: two of its values give the same file name; use another field")
     for value, target in targets.items():
-        check_file(target)
+        check_file(target, replaces=FORMAT)
         calibration_texts(replace(drawn, only=(by, value)))
     return {target: run(target, (by, value)) for value, target in targets.items()}
 

@@ -16,6 +16,7 @@ from moesaic.evaluation.jobs import Job, Request, prepare
 from moesaic.evaluation.local import DataMissingError
 from moesaic.evaluation.report import EvalResult
 from moesaic.evaluation.results import (
+    FORMAT,
     average,
     finished,
     finite_only,
@@ -84,7 +85,7 @@ def evaluate(
     _check_arguments(limit=limit, batch_size=batch_size, shots=shots, data_dir=data_dir, share=selection_share)
     path = None if out is None else Path(out)
     if path is not None:
-        check_file(path)
+        check_file(path, replaces=FORMAT)
     chosen = suite if isinstance(suite, Suite) else load_suite(suite, shots=shots)
     opened = open_checkpoint(checkpoint)
     request = Request(

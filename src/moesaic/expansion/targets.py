@@ -85,6 +85,13 @@ def converted_config(
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     full = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).to_dict()
+    if (
+        full.get("sliding_window")
+        and "layer_types" not in full
+        and hasattr(CONFIG_MAPPING[conversion.base](), "layer_types")
+    ):
+        # The family has its window in every layer; the dense model asks for the kind of each.
+        full["layer_types"] = ["sliding_attention"] * full["num_hidden_layers"]
     own = {
         "num_experts": num_experts,
         "moe_intermediate_size": full[conversion.width],

@@ -24,15 +24,15 @@ GATE = 1e-20
 """Weight of Qwen2-MoE's shared gate: the sigmoid of the logit is 0.5. llama.cpp divides by the logit, so not zero."""
 
 
-def native_tensors(view: View, row: NativeFamily, layout: str) -> list[NewTensor]:
-    """All tensors of the model in a native family."""
+def native_tensors(view: View, row: NativeFamily, layout: str, written: str | None = None) -> list[NewTensor]:
+    """All tensors of the model in a native family; `written`: the dtype (safetensors code) if they are cast after."""
     spelling = layouts_of(row.model_type).spelling(layout, row.model_type)
     made: list[NewTensor] = [tensor(name, rows) for name, rows in view.others.items()]
     for layer in view.layers:
         prefix = f"model.layers.{layer.layer}."
         made += expert_tensors(prefix, spelling, layer.router, layer.experts)
         if row.shared is not None:
-            made += SHARED[row.shared](prefix, layer)
+            made += SHARED[row.shared](prefix, layer, written)
     if row.qkv_bias:
         made += _zero_biases(view)
     return made
@@ -104,7 +104,7 @@ def _named(prefix: str, expert: Expert) -> Iterator[NewTensor]:
         yield tensor(f"{prefix}{name}.weight", rows)
 
 
-def _gated(prefix: str, layer: LayerParts) -> Iterator[NewTensor]:
+def _gated(prefix: str, layer: LayerParts, written: str | None) -> Iterator[NewTensor]:
     """Qwen2-MoE multiplies the shared expert by a sigmoid: one of 0.5, and twice the down matrix."""
     hidden, dtype = layer.router.shape[1], layer.router.dtype
     place = f"{prefix}mlp.shared_expert."
@@ -120,17 +120,21 @@ def _gated(prefix: str, layer: LayerParts) -> Iterator[NewTensor]:
         for made in _named(place, layer.shared):
             yield _doubled(made.output, layer.shared.down) if made.output.name.endswith("down_proj.weight") else made
     # The smallest number of a 16-bit float with 5 bits of exponent is larger, and still gives 0.5 after rounding.
-    value = max(GATE, torch.finfo(TORCH_DTYPES[dtype]).smallest_normal * torch.finfo(TORCH_DTYPES[dtype]).eps)
+    formats = [torch.finfo(TORCH_DTYPES[code]) for code in (dtype, written or dtype)]
+    value = max(GATE, *(one.smallest_normal * one.eps for one in formats))
     yield _filled(f"{prefix}mlp.shared_expert_gate.weight", dtype, (1, hidden), value)
 
 
-def _stacked(prefix: str, layer: LayerParts) -> Iterator[NewTensor]:
+def _stacked(prefix: str, layer: LayerParts, _written: str | None) -> Iterator[NewTensor]:
     if layer.shared is not None:
         yield tensor(f"{prefix}shared_mlp.input_linear.weight", gate_up(layer.shared))
         yield tensor(f"{prefix}shared_mlp.output_linear.weight", layer.shared.down)
 
 
-SHARED: dict[str, Callable[[str, LayerParts], Iterator[NewTensor]]] = {"gated": _gated, "stacked": _stacked}
+SHARED: dict[str, Callable[[str, LayerParts, str | None], Iterator[NewTensor]]] = {
+    "gated": _gated,
+    "stacked": _stacked,
+}
 
 
 def _zero_biases(view: View) -> Iterator[NewTensor]:

@@ -9,13 +9,20 @@ from torch import Tensor
 
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.exporting.result import LogitCheck
-from moesaic.loading import load
+from moesaic.loading import load, pick_device
 from moesaic.progress import progress
 from moesaic.verifying.measure import run_logits
-from moesaic.verifying.text import random_tokens, tokens_for
+from moesaic.verifying.text import random_tokens, read_text, tokens_for
 
 RELATIVE = 2e-5
 """Largest difference that counts as rounding, per unit of the largest logit (at least 1)."""
+
+
+def refuse_settings(text: Path | str | None, device: str | None) -> None:
+    """Refuse a text that cannot be read and a device that is not there: before anything is written."""
+    pick_device(device)
+    if text is not None:
+        read_text(text)
 
 
 def tokens_of(source: Checkpoint, target: Checkpoint, text: Path | str | None) -> Iterator[tuple[str, Tensor]]:

@@ -16,6 +16,7 @@ from moesaic.errors import MoesaicError
 from moesaic.exporting.layouts import Expert
 from moesaic.exporting.parts import LayerParts
 from moesaic.exporting.rows import Rows, part, stored
+from moesaic.families.config_values import MOE_KINDS, check_values, require
 from moesaic.modeling.names import class_names
 
 TRAINED_LENGTH = 4096
@@ -55,11 +56,9 @@ def emo_config(checkpoint: Checkpoint) -> dict[str, Any]:
         MoesaicError: a setting that our architecture does not have; names the key.
     """
     config = checkpoint.config
-    for key in _NEEDED:
-        if not isinstance(config.get(key), int) or isinstance(config[key], bool):
-            raise MoesaicError(
-                f"{checkpoint.name}: config.json needs a whole number for {key}, got {config.get(key)!r}"
-            )
+    name = f"{checkpoint.name}: config.json"
+    require(config, _NEEDED, name)
+    check_values(config, name, kinds=MOE_KINDS, sizes=_NEEDED)
     shared = _shared_experts(checkpoint)
     layers, experts = config["num_hidden_layers"], config["num_experts"]
     heads, length = config["num_attention_heads"], config.get("max_position_embeddings")
@@ -168,7 +167,7 @@ def _shared_experts(checkpoint: Checkpoint) -> int:
             raise MoesaicError(f"{checkpoint.name}: {key} = {config[key]}: {what} cannot be expressed here")
     for key, one in (("num_experts_per_layer", config["num_experts"]), ("num_shared_experts_per_layer", shared)):
         counts = config.get(key)
-        if counts and set(counts) != {one}:
+        if counts and (not isinstance(counts, list) or any(count != one for count in counts)):
             raise MoesaicError(f"{checkpoint.name}: {key} = {counts}: layers that differ cannot be expressed here")
     if shared not in (0, 1):
         raise MoesaicError(

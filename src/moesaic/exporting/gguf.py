@@ -4,7 +4,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moesaic.checkpoint.card import model_card, write_card
-from moesaic.checkpoint.output import check_target, output_folder, require_disk
+from moesaic.checkpoint.output import check_target, output_folder, require_disk, scratch_folder
 from moesaic.checkpoint.pieces import whole
 from moesaic.checkpoint.provenance import VOCABULARY_FILES, read_provenance, side_files, write_provenance
 from moesaic.checkpoint.rewrite import rewrite
@@ -180,10 +179,8 @@ def _converter(llama_cpp: str | Path | None) -> Path:
 
 @contextmanager
 def _native_folder(plan: GgufPlan, out: Path, quiet: bool, workers: int | None) -> Iterator[Path]:
-    parent = out.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.moesaic-gguf-", dir=parent) as folder:
-        native = Path(folder) / "native"
+    with scratch_folder(out) as folder:
+        native = folder / "native"
         rewrite(plan.native.rewrite("native"), native, quiet=quiet, workers=workers)
         yield native
 

@@ -16,6 +16,7 @@ LABELS: Mapping[str, str] = {
     "activation": "activation",
     "dense_layers": "layers without experts",
     "sliding_window": "sliding window",
+    "switched_window": "sliding window",
     "norm_eps": "rms_norm_eps",
     "clip": "clip_qkv",
     "groups": "group-limited selection",
@@ -52,6 +53,9 @@ FACTS: Mapping[str, Callable[[Config], str]] = {
     "activation": lambda config: str(config.get("hidden_act", "silu")),
     "dense_layers": _dense_layers,
     "sliding_window": lambda config: "yes" if config.get("sliding_window") else "none",
+    "switched_window": lambda config: (
+        "yes" if config.get("use_sliding_window") and config.get("sliding_window") else "none"
+    ),
     "norm_eps": lambda config: f"{config.get('rms_norm_eps', 1e-5):g}",
     "clip": lambda config: "none" if config.get("clip_qkv") is None else str(config["clip_qkv"]),
     "groups": _groups,
@@ -92,6 +96,7 @@ class GgufFamily:
 
 _SILU = {"activation": _only("silu")}
 _ROPE = {"rope": _only(*_LINEAR)}
+_NO_WINDOW = {"switched_window": _only("none")}
 _LLAMA_ROPE = {"rope": _only(*_LINEAR, "llama3")}
 
 GGUF: Mapping[str, GgufFamily] = {
@@ -99,12 +104,13 @@ GGUF: Mapping[str, GgufFamily] = {
     "qwen3_moe": GgufFamily(
         allowed=_SILU
         | _ROPE
+        | _NO_WINDOW
         | {"weighting": _only("true"), "dense_layers": _only("none"), "attention_bias": _only("none")}
     ),
     "granitemoe": GgufFamily(allowed=_SILU | _LLAMA_ROPE | {"attention_bias": _only("none")}),
     "granitemoeshared": GgufFamily(allowed=_SILU | _LLAMA_ROPE | {"attention_bias": _only("none")}),
     "qwen2_moe": GgufFamily(
-        allowed=_SILU | _ROPE | {"weighting": _only("false"), "dense_layers": _only("none")}, own_head=True
+        allowed=_SILU | _ROPE | _NO_WINDOW | {"weighting": _only("false"), "dense_layers": _only("none")}, own_head=True
     ),
     "olmoe": GgufFamily(
         allowed=_SILU

@@ -62,6 +62,7 @@ class ExportPlan:
             facts={"Family": self.family, "Because": self.why, "Layout": self.recipe.layout},
         )
         experts = {"original": original_experts(self.checkpoint, self.num_experts, self.layers)}
+        lineage = (read_provenance(self.checkpoint.path) or {}).get("lineage")
         return Rewrite(
             verb="export",
             sources=(("source", self.checkpoint),),
@@ -75,6 +76,7 @@ class ExportPlan:
                 "family": self.family,
                 "why": self.why,
                 "experts": experts,
+                **({"lineage": lineage} if lineage else {}),
                 **({"routing": dict(self.routing)} if self.routing else {}),
             },
             shard_size=parse_size(self.recipe.shard_size),
@@ -140,7 +142,8 @@ def _converted(recipe: ExportRecipe, checkpoint: Checkpoint, routing: Mapping[st
             raise refusal(checkpoint.name, facts, choice.failures)
         family, why = choice.row.model_type, choice.row.why
         layout = "family" if recipe.layout == "input" else recipe.layout
-        tensors, config = native_tensors(view, choice.row, layout), native_config(choice.row, view.config)
+        written = CODES[recipe.dtype] if recipe.dtype else None
+        tensors, config = native_tensors(view, choice.row, layout, written), native_config(choice.row, view.config)
     return ExportPlan(
         recipe=recipe,
         checkpoint=checkpoint,

@@ -79,7 +79,7 @@ def facts_of(view: View) -> dict[str, str]:
         "norms": _norms(shapes),
         "qk_norm": _qk_norm(config, shapes),
         "attention_bias": _attention_bias(shapes),
-        "expert_bias": "yes" if config["expert_mlp_bias"] else "none",
+        "expert_bias": "yes" if config["expert_mlp_bias"] or (dense and config.get("mlp_bias")) else "none",
         "head_size": _head_size(config),
         "routing": config_routing(config),
         "weighting": _WEIGHTINGS[config["routing_weighting"]],
@@ -157,6 +157,8 @@ def _head_size(config: Mapping[str, Any]) -> str:
 
 def _sliding_window(config: Mapping[str, Any]) -> str:
     kinds = set(config.get("layer_types") or ())
+    if kinds == {"sliding_attention"}:
+        return "in every layer"
     if kinds:
         return "in some layers" if kinds - {"full_attention"} else "none"
     return "in every layer" if config.get("sliding_window") else "none"

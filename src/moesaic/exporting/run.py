@@ -1,12 +1,11 @@
 """The verb `export`."""
 
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.output import check_target
+from moesaic.checkpoint.output import check_target, scratch_folder
 from moesaic.checkpoint.rewrite import check_space, rewrite
 from moesaic.errors import MoesaicError
 from moesaic.exporting.plan import ExportPlan, plan_export
@@ -61,6 +60,10 @@ def export(
     recipe = load_recipe(ExportRecipe, values, name="export()")
     if check and dry_run:
         raise MoesaicError("--check needs the result: leave out --dry-run")
+    if check:
+        from moesaic.exporting.check import refuse_settings
+
+        refuse_settings(text, device)
     if to == "gguf":
         from moesaic.exporting.gguf import export_gguf
 
@@ -99,8 +102,8 @@ def checked(
 
     source = plan.checkpoint.path
     if plan.family != plan.checkpoint.config.get("model_type") and not view_of(plan.checkpoint).loads:
-        with tempfile.TemporaryDirectory(prefix=".moesaic-check-", dir=out.absolute().parent) as folder:
+        with scratch_folder(out) as folder:
             ours = plan_export(replace(plan.recipe, to="moesaic", layout="family", dtype=None))
-            rewrite(ours.rewrite("ours"), Path(folder) / "ours", quiet=quiet)
-            return tuple(compare_models(Path(folder) / "ours", out, text=text, device=device, quiet=quiet))
+            rewrite(ours.rewrite("ours"), folder / "ours", quiet=quiet)
+            return tuple(compare_models(folder / "ours", out, text=text, device=device, quiet=quiet))
     return tuple(compare_models(source, out, text=text, device=device, quiet=quiet))

@@ -86,6 +86,14 @@ DEPTH_KINDS: Mapping[str, _Kind] = {
 }
 """What any model's layers are counted by, whatever its family."""
 
+MOE_KINDS: Mapping[str, _Kind] = {
+    **DEPTH_KINDS,
+    **dict.fromkeys(("hidden_size", "vocab_size", "num_attention_heads"), _SIZE),
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "n_group", "topk_group"), _or_null(_COUNT)),
+    **dict.fromkeys(_ROPE_KEYS, _or_null(_Kind("keys and values", lambda value: isinstance(value, Mapping)))),
+}
+"""What is relied on in every native MoE family; the rest transformers checks where the model is loaded."""
+
 _KINDS: Mapping[str, _Kind] = {
     **DEPTH_KINDS,
     "hidden_size": _SIZE,

@@ -6,12 +6,13 @@ every expert has a tensor of its own.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.errors import MoesaicError
+from moesaic.families.config_values import MOE_KINDS, check_values, require
 from moesaic.families.counting import beyond_depth
 from moesaic.families.moe_table import EXPERT_COUNT_KEYS, MOE_FAMILIES, MoEFamily, family_of, way_out
 
@@ -49,6 +50,8 @@ _OWN_ROLES = {
     }.items()
 }  # fmt: skip
 
+_FFN = re.compile(r"(?:mlp|block_sparse_moe|shared_mlp)\.")
+_IN_EVERY_LAYER = re.compile(r"self_attn\.|\w*norm\w*\.")
 _SHARED = re.compile(r"^(?:(?:mlp|block_sparse_moe)\.shared_experts?(?:_gate)?|shared_mlp)\.")
 
 ROUTER_ROLES = frozenset({"router", "router_bias", "selection_bias"})
@@ -107,11 +110,15 @@ def detect_moe(checkpoint: Checkpoint) -> MoEModel:
             f"{checkpoint.name}: model_type {config.get('model_type')!r} is not an MoE family known here ({known})"
             f"{way_out(config.get('model_type'))}"
         )
+    name = f"{checkpoint.name}: config.json"
+    check_values(config, name, kinds=MOE_KINDS)
+    require(config, ("num_hidden_layers", "hidden_size", "vocab_size"), name)
     count = expert_count(config, family, checkpoint.name)
     by_layer: dict[int, list[str]] = {}
-    for name in checkpoint.tensors:
-        if match := _LAYER.match(name):
-            by_layer.setdefault(int(match["layer"]), []).append(name)
+    for tensor in checkpoint.tensors:
+        if match := _LAYER.match(tensor):
+            by_layer.setdefault(int(match["layer"]), []).append(tensor)
+    _refuse_missing(checkpoint, by_layer)
     layers = tuple(
         layer
         for index in sorted(by_layer)
@@ -151,6 +158,27 @@ def _integer(config: Mapping[str, Any], key: str, checkpoint: Checkpoint) -> int
     return value
 
 
+def _refuse_missing(checkpoint: Checkpoint, by_layer: Mapping[int, Sequence[str]]) -> None:
+    """Refuse a layer without any tensor, without an FFN, or without an attention tensor or norm that another layer has.
+
+    The layers of all families here differ in nothing but their FFN, dense or of experts.
+    """
+    depth = checkpoint.config["num_hidden_layers"]
+    found: dict[int, dict[str, str]] = {}
+    for index in range(depth):
+        rests = {match["rest"]: name for name in by_layer.get(index, ()) if (match := _LAYER.match(name))}
+        found[index] = {rest: name for rest, name in rests.items() if _IN_EVERY_LAYER.match(rest)}
+        if not any(map(_FFN.match, rests)):
+            what = "FFN or experts" if rests else "tensors"
+            raise MoesaicError(f"{checkpoint.name}: layer {index} has no {what}: the checkpoint is incomplete")
+    every = {rest: (index, name) for index, rests in found.items() for rest, name in rests.items()}
+    for index, rests in found.items():
+        for rest, (other, name) in every.items():
+            if rest not in rests:
+                lost = name.replace(f"layers.{other}.", f"layers.{index}.", 1)
+                raise MoesaicError(f"{checkpoint.name}: tensor {lost} is missing: the checkpoint is incomplete")
+
+
 def _read_layer(checkpoint: Checkpoint, index: int, names: list[str], count: int) -> MoELayerTensors | None:
     """The expert tensors of one layer; None for a dense layer (no expert tensors in it)."""
     stacked: list[ExpertTensor] = []
@@ -173,7 +201,7 @@ def _read_layer(checkpoint: Checkpoint, index: int, names: list[str], count: int
     roles = {tensor.role for tensor in tensors}
     if not roles - ROUTER_ROLES:
         return None
-    if "router" not in roles or "down" not in roles or not roles & {"gate_up", "gate"}:
+    if not {"router", "down"} <= roles or not ("gate_up" in roles or {"gate", "up"} <= roles):
         raise MoesaicError(
             f"{checkpoint.name}: layer {index} has {', '.join(sorted(roles))} but no complete experts and router"
         )
@@ -193,4 +221,11 @@ def _own(checkpoint: Checkpoint, role: str, template: str, experts: set[int], co
         wrong = min(experts ^ set(range(count)))
         state = "missing" if wrong < count else f"there, but config.json says {count} experts"
         raise MoesaicError(f"{checkpoint.name}: {template.format(expert=wrong)} is {state}")
+    infos = [checkpoint.tensors[template.format(expert=expert)] for expert in range(count)]
+    for info in infos[1:]:
+        if (info.shape, info.dtype) != (infos[0].shape, infos[0].dtype):
+            raise MoesaicError(
+                f"{checkpoint.name}: {info.name} is {info.dtype} {list(info.shape)}, but {infos[0].name} is "
+                f"{infos[0].dtype} {list(infos[0].shape)}"
+            )
     return ExpertTensor(role=role, name=template, axis=None)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moesaic.errors import MoesaicError
 from moesaic.recipe import load_recipe
 from moesaic.routing.config import RuleConfig
 from moesaic.routing.routers import RouterSettings, find_routers
@@ -135,6 +136,11 @@ def install(model: nn.Module, config: RuleConfig, *, selection_bias: Tensor | bo
         shape = (len(routers), routers[0][1].num_experts)
         device = next(model.parameters()).device
         selection_bias = torch.zeros(shape, dtype=torch.float32, device=device) if selection_bias else None
+    elif selection_bias is not None and selection_bias.shape != (len(routers), routers[0][1].num_experts):
+        raise MoesaicError(
+            f"selection_bias is {list(selection_bias.shape)}, but the model has {len(routers)} MoE layers of "
+            f"{routers[0][1].num_experts} experts; the moesaic.json is another checkpoint's"
+        )
     installation = Installation(config, selection_bias=selection_bias)
     installed = [_InstalledRouter(installation, layer, settings) for layer, (_, settings) in enumerate(routers)]
     earlier = find_installation(model)

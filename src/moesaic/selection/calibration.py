@@ -168,31 +168,54 @@ def _asked(fields: Mapping[str, Any], answer: str) -> str:
     return f"{context}Question: {fields['question']}\nAnswer: {answer}"
 
 
+def _answer(fields: Mapping[str, Any], where: str) -> str:
+    answer = fields["answer"]
+    if isinstance(answer, str | int | float):
+        return str(answer)
+    raise MoesaicError(f"{where}: answer must be text or a number, got {answer!r}; give a --template")
+
+
 def _first(answers: Any, where: str) -> str:
-    if isinstance(answers, str):
-        return answers
-    if not isinstance(answers, Sequence) or not answers:
-        raise MoesaicError(f"{where}: answers must be a list with at least one; give a --template")
-    return str(answers[0])
+    """The first of the answers: texts, or SQuAD's objects with a `text`."""
+    if isinstance(answers, Sequence) and not isinstance(answers, str):
+        answers = answers[0] if answers else None
+    if isinstance(answers, Mapping):  # SQuAD: an object for each answer, or on the hub one object of lists
+        return _first(answers.get("text"), where)
+    if not isinstance(answers, str):
+        raise MoesaicError(f"{where}: answers must be texts, at least one; give a --template")
+    return answers
 
 
 def _paragraph(fields: Mapping[str, Any], where: str) -> str:
     """A SQuAD paragraph with its questions; those without an answer are left out."""
+    questions = fields["qas"]
+    if not isinstance(questions, list) or not all(isinstance(one, Mapping) and "question" in one for one in questions):
+        raise MoesaicError(f"{where}: qas must be a list of objects with a question; give a --template")
     asked = [
         f"Question: {one['question']}\nAnswer: {_first(one['answers'], where)}"
-        for one in fields["qas"]
+        for one in questions
         if one.get("answers")
     ]
     return "\n".join([str(fields["context"]), *asked])
 
 
+def _joined(first: str, second: str, between: str = "") -> Callable[[Mapping[str, Any], str], str]:
+    def text(fields: Mapping[str, Any], where: str) -> str:
+        for name in (first, second):
+            if not isinstance(fields[name], str):
+                raise MoesaicError(f"{where}: {name} must be text, got {fields[name]!r}; give a --template")
+        return f"{fields[first]}{between}{fields[second]}"
+
+    return text
+
+
 _TEXTS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any], str], Any]], ...] = (
     (("question", "choices", "answer"), _choice),
-    (("question", "answer"), lambda fields, _: _asked(fields, str(fields["answer"]))),
+    (("question", "answer"), lambda fields, where: _asked(fields, _answer(fields, where))),
     (("question", "answers"), lambda fields, where: _asked(fields, _first(fields["answers"], where))),
-    (("prompt", "completion"), lambda fields, _: f"{fields['prompt']}{fields['completion']}"),
-    (("prompt", "canonical_solution"), lambda fields, _: f"{fields['prompt']}{fields['canonical_solution']}"),
-    (("text", "code"), lambda fields, _: f"{fields['text']}\n{fields['code']}"),
+    (("prompt", "completion"), _joined("prompt", "completion")),
+    (("prompt", "canonical_solution"), _joined("prompt", "canonical_solution")),
+    (("text", "code"), _joined("text", "code", "\n")),
     (("context", "qas"), _paragraph),
     (("text",), lambda fields, _: fields["text"]),
 )

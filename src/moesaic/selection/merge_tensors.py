@@ -73,7 +73,7 @@ def _mixing(
 ) -> Callable[[Put], None]:
     """The work that writes one piece of `target`: in float32 (float64 for float64), rounded once.
 
-    full + average * (subset - full), so that the mean of equal values is that value.
+    As `torch.lerp` does it: exact at both ends, and the mean of equal values is that value.
     """
 
     def work(put: Put) -> None:
@@ -82,7 +82,7 @@ def _mixing(
         if average is not None:
             wide = torch.promote_types(torch.promote_types(dtype, values.dtype), torch.float32)
             full = torch.cat([read_tensor(slot.info) for slot in ours]).to(wide)
-            values = full + average * (values.to(wide) - full)
+            values = torch.lerp(full, values.to(wide), average)
         put(target.name, start, values.to(dtype))
 
     return work

@@ -47,8 +47,13 @@ def cut_routing(record: Mapping[str, Any] | None, kept: Sequence[Sequence[int]])
     if record is None:
         return None
     bias = record["selection_bias"]
-    rows = None if bias is None else [[row[expert] for expert in ids] for row, ids in zip(bias, kept, strict=True)]
-    return {"rule": cut_rule(record["rule"], kept), "selection_bias": rows}
+    try:
+        rows = None if bias is None else [[row[expert] for expert in ids] for row, ids in zip(bias, kept, strict=True)]
+        return {"rule": cut_rule(record["rule"], kept), "selection_bias": rows}
+    except (ValueError, IndexError) as error:
+        raise MoesaicError(
+            "moesaic.json: its routing rule is not for this number of layers and experts; it is another checkpoint's"
+        ) from error
 
 
 def cut_rule(rule: Mapping[str, Any], kept: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from moesaic.selection.calibration import Calibration, calibration_texts, domain
 from moesaic.selection.choose import best_experts, check_counts, parse_keep
 from moesaic.selection.request import METHODS, EasyEpVariant, Method, SelectRequest
 from moesaic.selection.scorers import routing_mass, score, score_random
-from moesaic.selection.selection import Selection, save_selection
+from moesaic.selection.selection import FORMAT, Selection, save_selection
 from moesaic.selection.source import SourceModel, describe, refuse_other_model
+from moesaic.selection.statistics import FORMAT as STATISTICS_FORMAT
 from moesaic.selection.statistics import (
     ExpertStatistics,
     load_statistics,
@@ -96,9 +97,13 @@ def select(
             path=str(data), template=template, examples=examples, shots=shots, split=split, only=only, seed=seed
         )
     _check(request, calibration, stats, stats_out)
-    for target in (out, stats_out):
+    if out is not None and stats_out is not None and Path(out).resolve() == Path(stats_out).resolve():
+        raise MoesaicError(f"--stats-out {stats_out}: is the selection's own file; name another")
+    if stats_out is not None and Path(stats_out).resolve() in {Path(file).resolve() for file in stats}:
+        raise MoesaicError(f"--stats-out {stats_out}: is one of --stats; name another file")
+    for target, kind in ((out, FORMAT), (stats_out, STATISTICS_FORMAT)):
         if target is not None:
-            check_file(target)
+            check_file(target, replaces=kind)
     opened = open_checkpoint(checkpoint)
     model = detect_running(opened)
     source = describe(opened, model)

@@ -96,6 +96,8 @@ def source_from_json(value: Any, where: str) -> SourceModel:
             raise MoesaicError(f"{where}: source.{key} must be a positive whole number, got {value[key]!r}")
     if not isinstance(value["layers"], list) or not all(isinstance(layer, int) for layer in value["layers"]):
         raise MoesaicError(f"{where}: source.layers must be a list of layer indices, got {value['layers']!r}")
+    if value["num_experts"] % value["num_groups"]:
+        raise MoesaicError(f"{where}: source.num_groups {value['num_groups']} does not divide its num_experts")
     fields: dict[str, Any] = value | {"layers": tuple(value["layers"])}
     return SourceModel(**fields)
 

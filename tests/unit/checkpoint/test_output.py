@@ -168,7 +168,11 @@ def dead_pid() -> int:
 
 def test_leftovers_of_dead_runs_of_this_target_go(tmp_path: Path) -> None:
     host, pid, mine = output._host(), dead_pid(), output._start_time(os.getpid())
-    dead = [f".out.moesaic-{pid}-77-{host}-tmp", f".out.moesaic-{os.getpid()}-{(mine or 0) + 1}-{host}-tmp"]
+    dead = [
+        f".out.moesaic-{pid}-77-{host}-tmp",
+        f".out.moesaic-{pid}-78-{host}-scratch",
+        f".out.moesaic-{os.getpid()}-{(mine or 0) + 1}-{host}-tmp",
+    ]
     kept = [
         f".other.moesaic-{pid}-77-{host}-tmp",  # another target
         f".out.moesaic-{pid}-77-00000000-tmp",  # another machine, perhaps alive

@@ -186,3 +186,20 @@ def test_headers_alone_import_next_to_nothing() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"experts": None}, "experts.original must be a list"),
+        ({"experts": {"original": 5}}, "experts.original must be a list"),
+        ({"routing": 5}, "routing must have a rule"),
+        ({"routing": {}}, "routing must have a rule"),
+        ({"routing": {"rule": {}, "selection_bias": [[0.0], [0.0, 1.0]]}}, "selection_bias must be a list of numbers"),
+        ({"routing": {"rule": {}, "selection_bias": [["a"]]}}, "selection_bias must be a list of numbers"),
+    ],
+)
+def test_a_record_of_other_kinds_is_refused(tmp_path: Path, values: dict[str, object], message: str) -> None:
+    write_provenance(tmp_path, verb="train", recipe={}, seed=None, sources=[], weights_hash=None, extra=values)
+    with pytest.raises(MoesaicError, match=message):
+        read_provenance(tmp_path)

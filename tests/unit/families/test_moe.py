@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from moesaic.checkpoint.source import open_checkpoint
@@ -77,6 +78,45 @@ def test_a_missing_expert_is_named(tmp_path):
     del tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(MoesaicError, match=r"layers\.1\.mlp\.experts\.5\.up_proj\.weight is missing"):
+        detect_moe(open_checkpoint(folder))
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("layers.0.self_attn.q_proj.weight", r"tensor model\.layers\.0\.self_attn\.q_proj\.weight is missing"),
+        ("layers.1.mlp.", "layer 1 has no FFN or experts"),
+        ("layers.1.", "layer 1 has no tensors"),
+        ("layers.1.mlp.experts.5.up_proj.weight", r"experts\.5\.up_proj\.weight is missing"),
+        ("up_proj.weight", "no complete experts"),
+    ],
+)
+def test_what_is_lost_is_named(tmp_path, lost, message):
+    folder = save_tiny_moe(tmp_path / "m", "olmoe")
+    tensors = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if lost not in name}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MoesaicError, match=message):
+        detect_moe(open_checkpoint(folder))
+
+
+@pytest.mark.parametrize("other", [torch.ones(3, 3), None])
+def test_an_expert_of_another_shape_or_dtype_is_named(tmp_path, other):
+    folder = save_tiny_moe(tmp_path / "m", "olmoe")
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.experts.5.up_proj.weight"
+    tensors[name] = tensors[name].bfloat16() if other is None else other
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MoesaicError, match=r"experts\.5\.up_proj\.weight is (BF16|F32 \[3, 3\])"):
+        detect_moe(open_checkpoint(folder))
+
+
+@pytest.mark.parametrize(
+    "values", [{"hidden_size": "32"}, {"num_hidden_layers": "2"}, {"num_hidden_layers": None}, {"rope_parameters": 5}]
+)
+def test_a_config_of_other_kinds_is_refused(tmp_path, values):
+    folder = save_tiny_moe(tmp_path / "m", "olmoe")
+    config = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MoesaicError, match=next(iter(values))):
         detect_moe(open_checkpoint(folder))
 
 

@@ -354,6 +354,12 @@ def test_misuse_is_an_error():
     [
         (lambda: tiny_model("qwen3"), RuleConfig(), None, "Qwen3ForCausalLM has no router that training rules work on"),
         (lambda: tiny_moe("deepseek_v3"), RuleConfig(), None, "has no router that training rules work on"),
+        (
+            lambda: native_model("olmoe"),
+            RuleConfig(),
+            torch.zeros(2, 9),
+            r"selection_bias is \[2, 9\], but the model has",
+        ),
         (lambda: native_model("olmoe"), RuleConfig(rule="document_pool", pool_size=1), None, r"within \[2, 8\]"),
         (lambda: native_model("olmoe"), RuleConfig(rule="document_pool", pool_size=(2, 9)), None, r"\[2, 9\] does not"),
         (lambda: native_model("olmoe"), RuleConfig(rule="one_per_group"), None, "give them as routing.expert_groups"),

@@ -22,6 +22,8 @@ def numbers(tmp_path):
         ({"context": "C.", "question": "Q?", "choices": ["a", "b"], "answer": 0}, "C.\nQuestion: Q?\nAnswer: a"),
         ({"question": "Q?", "answer": "42"}, "Question: Q?\nAnswer: 42"),
         ({"question": "Q?", "answers": ["x", "y"]}, "Question: Q?\nAnswer: x"),
+        ({"question": "Q?", "answers": [{"text": "x", "answer_start": 4}]}, "Question: Q?\nAnswer: x"),
+        ({"question": "Q?", "answers": {"text": ["x"], "answer_start": [4]}}, "Question: Q?\nAnswer: x"),
         ({"prompt": "def f():", "canonical_solution": "\n  pass"}, "def f():\n  pass"),
         ({"prompt": "p", "completion": "c"}, "pc"),
         ({"text": "Write it.", "code": "x = 1"}, "Write it.\nx = 1"),
@@ -34,6 +36,22 @@ def numbers(tmp_path):
 )
 def test_the_text_of_a_record(fields, text):
     assert render({"id": "1", **fields}, None, "f:1") == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": "x", "completion": None}, "completion must be text"),
+        ({"question": "Q?", "answer": None}, "answer must be text or a number"),
+        ({"question": "Q?", "answers": [5]}, "answers must be texts"),
+        ({"context": "x", "qas": [5]}, "qas must be a list of objects"),
+        ({"context": "x", "qas": None}, "qas must be a list of objects"),
+        ({"context": "x", "qas": [{"answers": ["a"]}]}, "qas must be a list of objects"),
+    ],
+)
+def test_values_of_other_kinds_are_refused(fields, message):
+    with pytest.raises(MoesaicError, match=f"f:1: {message}.*--template"):
+        render(fields, None, "f:1")
 
 
 def test_a_template_takes_fields_and_the_right_choice():
