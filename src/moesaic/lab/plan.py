@@ -59,20 +59,28 @@ class Plan:
 def write_plan(plan: Plan, out: Path) -> None:
     """Write plan, recipes and commands into OUT.
 
-    Steps of an earlier plan in OUT must be the same here; new ones (more seeds) may come on top.
+    Steps of an earlier plan in OUT must be the same here; new ones (more seeds) may come on top. The plan comes first,
+    so that the folder is known for what it is wherever the rest stops, and the same plan writes all of it again.
 
     Raises:
         MoesaicError: OUT holds something else, or an experiment with other settings.
     """
     check_folder(plan, out)
     with explained(out):
-        (out / "steps").mkdir(parents=True, exist_ok=True)
+        write_file(out / PLAN_FILE, json.dumps({"format": FORMAT, **asdict(plan)}, indent=1))
+        for unfinished in _unfinished(out):
+            unfinished.unlink()
+        (out / "steps").mkdir(exist_ok=True)
         for step in plan.steps:
             for name, text in step.files.items():
                 (out / name).parent.mkdir(parents=True, exist_ok=True)
                 (out / name).write_text(text, encoding="utf-8")
         (out / COMMANDS_FILE).write_text(_script(plan.steps), encoding="utf-8")
-        write_file(out / PLAN_FILE, json.dumps({"format": FORMAT, **asdict(plan)}, indent=1))
+
+
+def _unfinished(out: Path) -> list[Path]:
+    """What `write_file` leaves of a plan where it is killed."""
+    return list(out.glob(f".{PLAN_FILE}.moesaic-*-tmp"))
 
 
 def read_plan(out: Path) -> Plan:
@@ -105,7 +113,7 @@ def check_folder(plan: Plan, out: Path) -> None:
         return
     if not out.is_dir():
         raise MoesaicError(f"{out}: is a file, choose another folder")
-    if not any(out.iterdir()):
+    if set(out.iterdir()) <= {*_unfinished(out)}:
         return
     before = read_plan(out)
     if before.experiment != plan.experiment:

@@ -144,6 +144,47 @@ def test_other_experiments_and_settings_are_refused(tmp_path):
         write_plan(_plan(), tmp_path / "other")
 
 
+class _Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("written", range(4))
+def test_a_plan_whose_writing_was_stopped_is_written_again(tmp_path, monkeypatch, written):
+    files = {f"recipes/{name}.yaml": f"{name}: 1" for name in "abc"}
+    plan = _plan(Step(name="a", commands=(("recipes", "list"),), files=files))
+    write_text, calls = Path.write_text, []
+
+    def stopped(path: Path, text: str, **options: str) -> int:
+        calls.append(path)
+        if len(calls) > written:
+            raise _Killed
+        return write_text(path, text, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", stopped)
+        with pytest.raises(_Killed):
+            write_plan(plan, tmp_path / "out")
+    with pytest.raises(MoesaicError, match="holds the experiment emo"):
+        write_plan(_plan(experiment="life"), tmp_path / "out")
+    write_plan(plan, tmp_path / "out")
+    assert read_plan(tmp_path / "out") == plan
+    assert {name: (tmp_path / "out" / name).read_text() for name in files} == files
+    assert (tmp_path / "out" / "commands.sh").exists()
+
+
+def test_what_a_kill_leaves_of_a_plan_is_taken_away_and_nothing_else(tmp_path):
+    half = tmp_path / ".plan.json.moesaic-123-tmp"
+    half.write_text("{")
+    mine = tmp_path / "mine.txt"
+    mine.touch()
+    with pytest.raises(MoesaicError, match="holds no experiment"):
+        write_plan(_plan(), tmp_path)
+    assert half.exists()
+    mine.unlink()
+    write_plan(_plan(), tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"plan.json", "steps", "commands.sh"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
