@@ -13,11 +13,11 @@ from moesaic.training import building
 from moesaic.training import run as run_module
 from moesaic.training.optimizer import MOMENTS
 from moesaic.training.recipe import TrainRecipe
-from moesaic.training.result import gather
 from moesaic.training.state import list_states, load_state
-from moesaic.training.tensors import optimizer_tensors_of, weights_of
+from moesaic.training.tensors import gather, optimizer_tensors_of, weights_of
 from tests.distributed.ranks import run_ranks
-from tests.tiny_training import tiny_recipe
+from tests.tiny_moes import save_tiny_moe
+from tests.tiny_training import save_tokenizer, tiny_recipe
 
 STEPS = 30
 LAYOUTS = {
@@ -140,3 +140,18 @@ def test_ranks_with_disjoint_experts_do_not_hang(values, tmp_path):
     steps = [line for line in lines if line["kind"] == "step"]
     assert [line["dead_experts"] for line in steps] == [2 * 4] * 3  # 4 of 8 in both layers
     assert [line["largest_share"] for line in steps] == [0.25] * 3
+
+
+def test_a_selection_bias_of_the_family_is_not_rounded_under_fsdp(values, tmp_path):
+    base = save_tiny_moe(tmp_path / "base", "deepseek_v3", dtype=torch.bfloat16)
+    save_tokenizer(base)
+    tensors = load_file(base / "model.safetensors")
+    (name,) = (name for name in tensors if "e_score_correction_bias" in name)
+    tensors[name] = 8 + torch.linspace(0, 0.02, 8)
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    short = two(values, LAYOUTS["fsdp"]) | {"model": str(base), "tokenizer": None, "precision": "bf16"}
+    short |= {"budget": {"steps": 1}, "optimizer": {"lr": 1e-3}, "routing": {}, "losses": {}}
+    run_ranks(2, train, short, tmp_path / "out")
+    result = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(result[name], tensors[name])
+    assert {tensor.dtype for other, tensor in result.items() if other != name} == {torch.bfloat16}

@@ -77,14 +77,23 @@ def list_states(folder: Path) -> list[Path]:
 
 
 def refuse_overlap(out: Path, recipe: TrainRecipe) -> None:
-    """Refuse an OUT that is, holds or lies in the model or the tokenizer that are read, or holds the data."""
+    """Refuse an OUT that is, holds or lies in the model, the tokenizer or the data that are read."""
     target = out.resolve()
     read = [source for source in (recipe.model, recipe.tokenizer) if isinstance(source, str)]
-    held = [source.path for source in (*recipe.data.sources, *recipe.data.validation)]
-    for name in (*read, *held):
-        source = Path(name).resolve()
-        if source.exists() and (source.is_relative_to(target) or (name in read and target.is_relative_to(source))):
-            raise MoesaicError(f"{out}: is, holds or lies in {name}, which the recipe reads; choose another OUT")
+    data = [source.path for source in (*recipe.data.sources, *recipe.data.validation)]
+    for name in (*read, *data):
+        for source in _places(name):
+            if source.exists() and (source.is_relative_to(target) or target.is_relative_to(source)):
+                raise MoesaicError(f"{out}: is, holds or lies in {name}, which the recipe reads; choose another OUT")
+
+
+def _places(name: str) -> list[Path]:
+    """What a path in a recipe may mean: data begin with a home folder where it says `~`, models with a folder `~`."""
+    path = Path(name)
+    try:
+        return [path.resolve(), path.expanduser().resolve()]
+    except RuntimeError as error:
+        raise MoesaicError(f"{name}: there is no such home folder; write the path in full") from error
 
 
 def _content(out: Path) -> set[str]:
@@ -100,11 +109,25 @@ def _content(out: Path) -> set[str]:
 
 
 def clear_folder(out: Path) -> None:
-    """Remove what an earlier run left in OUT; the lock stays."""
-    for path in (*out.iterdir(), *(out / "state").iterdir()):
-        if path.name not in ("state", _LOCK):
-            with explained(path):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    """Remove what an earlier run left in OUT; the lock stays. Links go, and what they lead to stays.
+
+    What makes a folder a checkpoint or a state goes first, so that nothing looks like one if this is cut short, and
+    the recipe last, so that --overwrite may then begin again.
+    """
+    states = [state for state in list_states(out / "state") if not state.is_symlink()]
+    kept = {out / "state", out / "state" / _LOCK, out / RECIPE_FILE}
+    others = {*out.iterdir(), *(out / "state").iterdir()} - kept
+    for path in (out / "config.json", *(state / RUN_FILE for state in states), *others, out / RECIPE_FILE):
+        with explained(path):
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder with all that is in it, or a link, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def refuse_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:

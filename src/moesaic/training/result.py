@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -24,6 +23,7 @@ from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
 from moesaic.recipe import recipe_values
 from moesaic.training.card import model_card
+from moesaic.training.folder import remove
 from moesaic.training.model import TrainedModel
 from moesaic.training.recipe import Precision, TrainRecipe
 from moesaic.training.validate import DomainLoss
@@ -70,17 +70,6 @@ class TrainResult:
             error = "" if measured.standard_error is None else f" +- {measured.standard_error:.4f}"
             rows.append(f"held-out {domain}: {measured.loss:.4f}{error} ({measured.documents:,} documents)")
         return rows
-
-
-def gather(tensors: Mapping[str, Tensor], dtype: torch.dtype, *, keep: bool) -> dict[str, Tensor]:
-    """Whole tensors on the CPU in `dtype` (integers as they are), where `keep`; every rank has to call this."""
-    gathered = {}
-    for name, tensor in tensors.items():
-        cast = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
-        whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
-        if keep:
-            gathered[name] = whole.cpu()
-    return gathered
 
 
 def write_result(
@@ -232,7 +221,7 @@ def _move(aside: Path, out: Path) -> None:
         for name in names:
             target = out / name
             if target.is_dir():
-                shutil.rmtree(target)
+                remove(target)
             if (aside / name).is_file():
                 sync_path(aside / name)
             (aside / name).rename(target)

@@ -33,7 +33,7 @@ from moesaic.training.metrics import MetricsLog
 from moesaic.training.parallel import World, joined_world
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.report import Console, step_line, validation_line
-from moesaic.training.result import DTYPES, LAST_FILE, TrainResult, gather, write_result
+from moesaic.training.result import DTYPES, LAST_FILE, TrainResult, write_result
 from moesaic.training.running import Run, save, throughput_of
 from moesaic.training.schedule import learning_rate
 from moesaic.training.signals import TERMINATED, termination_flag
@@ -43,7 +43,7 @@ from moesaic.training.state import (
     remove_unfinished,
 )
 from moesaic.training.step import run_step
-from moesaic.training.tensors import restore, weights_of
+from moesaic.training.tensors import restore, result_of
 from moesaic.training.tokenizer import load_run_tokenizer
 from moesaic.training.validate import validate
 
@@ -237,7 +237,7 @@ def _finish(run: Run, quiet: bool) -> None:
     if run.last is None and complete and (read_provenance(run.out) or {}).get("steps") == run.step:
         notice(f"{run.out}: was finished before, after {run.step:,} steps; a larger budget would go on", quiet=quiet)
         return
-    tensors = gather(weights_of(run.trainable), DTYPES[run.recipe.precision], keep=run.world.is_main)
+    tensors = result_of(run.trainable, DTYPES[run.recipe.precision], keep=run.world.is_main)
     if run.world.is_main:
         write_result(
             run.recipe,

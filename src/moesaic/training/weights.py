@@ -1,9 +1,11 @@
 """The fp32 parameters that the optimizer moves, and the bf16 copies that an unsharded model computes with."""
 
+import re
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from moesaic.errors import MoesaicError
 
@@ -38,6 +40,19 @@ def describe_trainable(model: nn.Module) -> str:
     )
 
 
+def kept_in_fp32(model: PreTrainedModel) -> set[str]:
+    """Parameters that don't train and that transformers never casts: selection biases, where they are no buffers.
+
+    What trains is computed with in bf16 whatever transformers says, as FSDP's policy does it.
+    """
+    patterns = [pattern.replace("*", ".*") for pattern in model._keep_in_fp32_modules_strict or ()]
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and any(re.search(pattern, name) for pattern in patterns)
+    }
+
+
 class MasterWeights:
     """fp32 parameters, gradients included, by name.
 
@@ -48,14 +63,15 @@ class MasterWeights:
     every kernel.
     """
 
-    def __init__(self, model: nn.Module, *, copies: torch.dtype | None) -> None:
-        """Take over the fp32 `model`; `copies` is what its trainable and frozen parameters are cast to, if at all."""
+    def __init__(self, model: PreTrainedModel, *, copies: torch.dtype | None) -> None:
+        """Take over the fp32 `model`; its parameters, all but `kept_in_fp32`, are cast to `copies`, if it is given."""
+        kept = kept_in_fp32(model)
         self.parameters: dict[str, nn.Parameter] = {}
         self._pairs: list[tuple[Tensor, nn.Parameter]] = []
         for name, parameter in model.named_parameters():
             assert parameter.dtype == torch.float32, f"{name} was loaded in {parameter.dtype}"
             self.parameters[name] = parameter
-            if copies is None:
+            if copies is None or name in kept:
                 continue
             master = parameter.detach()
             parameter.data = master.to(copies)
