@@ -15,7 +15,7 @@ from moesaic.lab.run import run_experiment
 from moesaic.lab.scale import SCALES, load_scale
 from moesaic.lab.writing import steps_of
 from moesaic.recipe import load_recipe
-from moesaic.recipe_yaml import parse_yaml
+from moesaic.recipe_yaml import dump_yaml, parse_yaml
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.schedule import learning_rate
 
@@ -211,6 +211,78 @@ def test_unknown_keys_of_a_scale_are_refused(tmp_path):
     file.write_text(CI.read_text().replace("top_k:", "topk:", 1))
     with pytest.raises(MoesaicError, match="top_k"):
         load_scale(file)
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "message"),
+    [
+        ("data", {"documents": 0}, "documents: must be at least 1, got 0"),
+        ("data", {"tasks": 0}, "tasks: must be at least 1, got 0"),
+        ("data", {"held_out_size": 0}, "held_out_size: must be at least 1, got 0"),
+        ("emo.model", {"heads": 3}, "heads: must divide half of hidden_size (16), got 3"),
+        ("emo.model", {"heads": 16}, "heads: must divide half of hidden_size (16), got 16"),
+        ("emo.model", {"layers": 0}, "layers: must be at least 1, got 0"),
+        ("emo.model", {"vocabulary": 257}, "vocabulary: must be at least 258, the bytes and two more, got 257"),
+        ("emo.model", {"sequence_length": 1}, "sequence_length: must be at least 2, got 1"),
+        ("emo.train", {"tokens": 0}, "tokens: must be at least 1, got 0"),
+        ("emo.train", {"lr": 0.0}, "lr: must be greater than 0, got 0.0"),
+        ("emo.train", {"warmup_steps": -1}, "warmup_steps: must be at least 0, got -1"),
+        ("emo", {"shares": [2.0]}, "shares: must be greater than 0 and less than 1, got 2"),
+        ("emo", {"shares": [1.0]}, "shares: must be greater than 0 and less than 1, got 1"),
+        ("emo", {"shares": []}, "shares: is empty; give at least one, such as [0.25]"),
+        ("emo", {"shares": [0.5, 0.5]}, "shares: must have each value once, got [0.5, 0.5]"),
+        ("emo", {"top_k": 2, "shares": [0.001]}, "shares: must leave the 2 experts that a token uses; 0.001 of 8 is 1"),
+        (
+            "emo",
+            {"variants": ["no_shared_expert"], "shares": [0.125]},
+            "shares: must leave the 2 experts that a token uses; 0.125 of 8 is 1",
+        ),
+        ("emo", {"tune_shares": [0.3]}, "tune_shares: must be 1 or one of shares [0.5, 0.25], got 0.3"),
+        ("emo", {"tune_shares": [1.5]}, "tune_shares: must be greater than 0 and at most 1, got 1.5"),
+        ("emo", {"documents": [0]}, "documents: must be one or more numbers of at least 1, got [0]"),
+        ("emo", {"documents": []}, "documents: must be one or more numbers of at least 1, got []"),
+        ("emo", {"methods": ["random"]}, "methods: must hold router: parts are fine-tuned and compared as it"),
+        ("emo", {"clusters": 1}, "clusters: must be at least 2, got 1"),
+        ("emo", {"clusters": 1001}, "clusters: must be at most 1000, got 1001"),
+        ("emo", {"experts": 1}, "experts: must be more than top_k (1), got 1"),
+        ("emo", {"expert_size": 0}, "expert_size: must be at least 1, got 0"),
+        ("expand", {"shares": [1.5]}, "shares: must be greater than 0 and less than 1, got 1.5"),
+        ("expand", {"shares": [1.0]}, "shares: must be greater than 0 and less than 1, got 1"),
+        ("expand", {"treatments": []}, "treatments: is empty; give at least one, such as [uniform]"),
+        ("expand", {"other_experts": [4]}, "other_experts: must not hold experts (4), which belongs to them already"),
+        ("expand", {"other_experts": [0]}, "other_experts: must be at least top_k (1), got 0"),
+        ("expand", {"moe_layers": "1"}, "moe_layers: cannot be 1: the base has no layer 1; its 1 layers are 0 to 0"),
+        ("expand", {"utility_batches": 0}, "utility_batches: must be at least 1, got 0"),
+        ("expand", {"train": {"tokens": 512, "lr": 1, "batch_tokens": 512}}, "train: must have more tokens than one"),
+        ("divmoe", {"intermediate_size": 30}, "intermediate_size: must be a multiple of 4, got 30"),
+        ("divmoe", {"methods": ["btx", "btx"]}, "methods: must have each value once, got ['btx', 'btx']"),
+        ("life", {"keep": 2.0}, "keep: must be greater than 0 and at most 1, got 2"),
+        ("life", {"keep": 0}, "keep: must be greater than 0 and at most 1, got 0"),
+    ],
+)
+def test_sizes_that_cannot_work_are_one_line_at_once(tmp_path, capsys, part, values, message):
+    scale = inner = parse_yaml(CI.read_text(), "ci")
+    for name in part.split("."):
+        inner = inner[name]
+    inner |= values
+    file = tmp_path / "scale.yaml"
+    file.write_text(dump_yaml(scale))
+    assert run(["lab", "run", "emo", str(tmp_path / "out"), "--scale", str(file), "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert f"{file}: {part}.{message}" in error
+    assert error.count("\n") == 1
+
+
+def test_the_part_of_a_life_has_the_experts_that_its_tokens_use(tmp_path):
+    data = _with_domains(tmp_path, 2)
+    scale = load_scale(CI)
+    for keep, fits in ((0.25, True), (0.125, False)):
+        chosen = dataclasses.replace(scale, life=dataclasses.replace(scale.life, keep=keep))
+        if fits:
+            EXPERIMENTS["life"].plan(chosen, data, 1)
+        else:
+            with pytest.raises(MoesaicError, match=r"life.keep: 0.125 of 8 experts is 1, but tokens use 2"):
+                EXPERIMENTS["life"].plan(chosen, data, 1)
 
 
 def test_a_dry_run_writes_nothing(tmp_path):

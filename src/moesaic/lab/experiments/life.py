@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from moesaic.errors import MoesaicError
 from moesaic.lab.experiments.divmoe import dense_stages, fits, upcycle_command
 from moesaic.lab.experiments.life_tables import tables
 from moesaic.lab.plan import Plan, Step
 from moesaic.lab.rows import ROWS
-from moesaic.lab.scale import DivmoeScale, LifeScale, Scale, TrainScale
+from moesaic.lab.scale import DivmoeScale, LifeScale, Scale, TrainScale, kept_experts
 from moesaic.lab.writing import (
     STAGE_SEED,
     Run,
@@ -38,7 +39,13 @@ _TO_ZERO = {"schedule": "linear", "min_lr": 0.0, "warmup_steps": 0}
 
 
 def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
-    """All steps of the experiment."""
+    """All steps of the experiment.
+
+    Raises: `MoesaicError` where `keep` leaves fewer experts than a token uses.
+    """
+    grown = 2 * _EXPERTS_PER_DOMAIN * len(domains_of(data))
+    if (kept := kept_experts(scale.life.keep, grown)) < _TOP_K:
+        raise MoesaicError(f"life.keep: {scale.life.keep:g} of {grown} experts is {kept}, but tokens use {_TOP_K}")
     return experiment_plan(
         NAME,
         scale,
