@@ -60,6 +60,7 @@ class _Step:
 
     step: int
     micro_steps: int
+    """Those that are not all padding on every rank."""
     targets: int
     """Predicted tokens of all ranks and micro-steps."""
     tokens: int
@@ -96,15 +97,15 @@ def run_step(
 
 def _begin(trainable: Trainable, batches: list[PackedBatch], step: int, num_domains: int) -> _Step:
     device = trainable.world.device
-    counts = torch.tensor([[batch.num_targets, batch.num_tokens] for batch in batches], device=device).sum(dim=0)
-    targets, tokens = trainable.world.sum(counts).clamp_min(1).tolist()
+    counts = [sum(batch.num_targets for batch in batches), *(batch.num_tokens for batch in batches)]
+    targets, *tokens = trainable.world.sum(torch.tensor(counts, device=device)).tolist()
     zeros = torch.zeros(2 * num_domains + 3, dtype=torch.float64, device=device)
     losses_D, targets_D, terms = zeros.split([num_domains, num_domains, 3])
     return _Step(
         step=step,
-        micro_steps=len(batches),
-        targets=targets,
-        tokens=tokens,
+        micro_steps=max(1, sum(count > 0 for count in tokens)),
+        targets=max(1, targets),
+        tokens=max(1, sum(tokens)),
         losses_D=losses_D,
         targets_D=targets_D,
         terms=terms,

@@ -204,6 +204,16 @@ def test_padding_changes_nothing():
     assert_same_step(make_trainable(recipe), [narrow], make_trainable(recipe), [wide], atol=1e-6)
 
 
+@pytest.mark.parametrize("scope", ["local", "global", "batch"])
+def test_micro_steps_of_padding_alone_change_nothing(scope):
+    """The end of `data.epochs`: the balancing loss is a mean over the micro-steps that have tokens."""
+    recipe = make_recipe(losses={"router_z": 0.01, "balance": {"coefficient": 0.1, "scope": scope}})
+    batch = pack([[5, 7, 4], [3, 9]], width=16)
+    cuts = [rows_of(batch, 0, 1), rows_of(batch, 1, 2)]
+    padding = [pack([[]], width=16)] * 2
+    assert_same_step(make_trainable(recipe), cuts, make_trainable(recipe), [*cuts, *padding], atol=0.0)
+
+
 def test_the_loss_is_the_mean_over_all_predicted_tokens():
     """Against transformers' own loss on the same packed batch."""
     trainable = make_trainable(make_recipe())
