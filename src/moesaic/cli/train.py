@@ -50,10 +50,12 @@ def command(
     is_main = os.environ.get("RANK", "0") == "0"
     if dry_run:
         from moesaic.training.folder import refuse_content, refuse_overlap
+        from moesaic.training.local_files import require_local_files
         from moesaic.training.planning import plan_train
 
         refuse_overlap(Path(out), loaded)
         refuse_content(Path(out), resume=resume, overwrite=overwrite)
+        require_local_files(loaded)
         report = plan_train(loaded, subject=recipe)
         print_result(() if quiet else report.lines(), report.to_dict(), as_json=json)
         return

@@ -1,4 +1,6 @@
-"""What a run of `train` will need: parameters, memory and traffic per device, FLOPs and hours. No torch.
+"""What a run of `train` will need: parameters, memory and traffic per device, FLOPs and hours.
+
+Without torch, but for models from scratch of a family that is in none of our tables.
 
 The formulas are those of our loop: AdamW in fp32, FSDP2 over `parallel.fsdp` ranks, experts divided over
 `parallel.expert` of them. `tests/distributed/test_train_costs.py` holds them against what two ranks allocate and send.
@@ -11,13 +13,12 @@ from typing import Any
 
 from moesaic.checkpoint.source import open_headers
 from moesaic.families.counting import ParameterCount, Shapes, count_shapes, is_routed, layer_of
-from moesaic.families.shapes import config_shapes
 from moesaic.planning.checkpoints import language_config
 from moesaic.planning.costs import attention_layers, flops_per_token
 from moesaic.planning.report import number, size
 from moesaic.training.growth_plan import GrowthPlan, plan_growth
 from moesaic.training.recipe import ScratchModel, TrainRecipe
-from moesaic.training.scratch import scratch_config
+from moesaic.training.scratch_shapes import scratch_shapes
 
 PEAK_FLOPS: Mapping[str, float] = {
     "A100": 312e12,
@@ -154,7 +155,7 @@ class TrainPlan:
 def plan_train(recipe: TrainRecipe, *, subject: str = "recipe") -> TrainPlan:
     """Say what `recipe` will need, from headers and configs alone.
 
-    Raises: `MoesaicError` where the model can't be found, or its family can't be counted from a config.
+    Raises: `MoesaicError` where the model can't be found, or its config makes none.
     """
     shapes, config = _model(recipe)
     growth = plan_growth(recipe, shapes, config)
@@ -191,8 +192,7 @@ def _all_flops(recipe: TrainRecipe, growth: GrowthPlan | None, flops: int) -> fl
 
 def _model(recipe: TrainRecipe) -> tuple[Shapes, Mapping[str, Any]]:
     if isinstance(recipe.model, ScratchModel):
-        config = scratch_config(recipe.model)
-        return config_shapes(config), config
+        return scratch_shapes(recipe.model)
     checkpoint = open_headers(recipe.model)
     return {name: info.shape for name, info in checkpoint.tensors.items()}, language_config(checkpoint)
 
@@ -247,9 +247,9 @@ def _activations(recipe: TrainRecipe, shapes: Shapes, config: Mapping[str, Any])
     count = count_shapes(shapes, config)
     ffn = int(config.get("intermediate_size") or 0)
     per_expert = 3 * int(config.get("moe_intermediate_size") or ffn) + 2 * hidden
-    shared = int(config.get("num_shared_experts") or 0)
-    moe = count.top_k * per_expert + shared * 3 * ffn
     moe_layers = count.moe_layers
+    shared = count.shared / (hidden * moe_layers) if moe_layers else 0
+    moe = count.top_k * per_expert + shared
     mlp = (moe_layers * moe + (layers - moe_layers) * 3 * ffn) / layers
     attention = sum(w.query + w.value + w.cached for w in attention_layers(shapes, config).values()) / layers
     layer = 4 * hidden + attention + mlp
