@@ -54,6 +54,18 @@ class TokenCache:
         spans = zip(self.masked_from[first:last].tolist(), self.masked_to[first:last].tolist(), strict=True)
         return [(max(masked_from, start), min(masked_to, stop)) for masked_from, masked_to in spans]
 
+    def predicted(self, begin_N: NDArray[np.int64], length_N: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many tokens are predicted in pieces of documents: those trained on, but for the first of each piece."""
+        masked_N = self._masked_before(begin_N + length_N) - self._masked_before(begin_N + 1)
+        return length_N - 1 - masked_N
+
+    def _masked_before(self, place_N: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many tokens of the file before each place are not trained on."""
+        whole = np.concatenate([[0], np.cumsum(self.masked_to - self.masked_from)])
+        begin = np.append(self.masked_from, np.iinfo(np.int64).max)  # of the span that a place may lie in
+        span_N = np.searchsorted(self.masked_to, place_N, side="right")
+        return whole[span_N] + np.maximum(place_N - begin[span_N], 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Document:

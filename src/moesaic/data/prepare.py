@@ -4,10 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moesaic.data.cache import cache_root
+import numpy as np
+from numpy.typing import NDArray
+
+from moesaic.data.cache import TokenCache, cache_root, open_cache
 from moesaic.data.encode import Encoder
 from moesaic.data.recipe import DataRecipe
 from moesaic.data.tokenise import tokenise
+from moesaic.errors import MoesaicError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,3 +50,18 @@ def prepare(
         validation=tuple(tokenise(source, encoder, root, quiet=quiet).folder for source in recipe.validation),
         padding_id=encoder.padding_id,
     )
+
+
+def refuse_untrainable(data: PreparedData) -> None:
+    """Refuse a source of training data in which nothing would be predicted."""
+    for source, folder in zip(data.recipe.sources, data.sources, strict=True):
+        cache = open_cache(folder)
+        refuse_unpredicted(source.path, cache, cache.offsets[:-1], np.diff(cache.offsets))
+
+
+def refuse_unpredicted(path: str, cache: TokenCache, begin_N: NDArray[np.int64], length_N: NDArray[np.int64]) -> None:
+    """Refuse a source whose documents are in these pieces, where nothing is predicted: a loss would be 0 over 0."""
+    if not cache.predicted(begin_N, length_N).any():
+        raise MoesaicError(
+            f"{path}: no document has a token to predict (one to train on, after its first); give longer documents"
+        )

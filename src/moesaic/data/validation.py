@@ -7,7 +7,7 @@ import numpy as np
 from moesaic.data.batch import PackedBatch
 from moesaic.data.cache import open_cache
 from moesaic.data.packing import Layout, fill
-from moesaic.data.prepare import PreparedData
+from moesaic.data.prepare import PreparedData, refuse_unpredicted
 
 
 class ValidationSet:
@@ -16,7 +16,8 @@ class ValidationSet:
     Documents are not cut unless they are longer than a sequence: a document goes into the current sequence if it fits
     and starts a new one otherwise; what stays free is padding. A longer document continues in the next sequences
     under the same id. The ids count the documents of the set, so a loss per document, and its standard error over
-    documents, is a sum by `document_ids_BS` over all batches.
+    documents, is a sum by `document_ids_BS` over all batches. Raises `MoesaicError` for a source in which nothing is
+    predicted.
     """
 
     def __init__(self, data: PreparedData, domain: str) -> None:
@@ -27,6 +28,11 @@ class ValidationSet:
         self._padding_id = data.padding_id
         self._caches = [open_cache(data.validation[index]) for index in chosen]
         self._layout = _next_fit([cache.offsets for cache in self._caches], data.recipe.sequence_length)
+        self.paths = [data.recipe.validation[index].path for index in chosen]
+        self.cache_names = [data.validation[index].name for index in chosen]
+        for number, (path, cache) in enumerate(zip(self.paths, self._caches, strict=True)):
+            pieces = self._layout.source_N == number
+            refuse_unpredicted(path, cache, self._layout.begin_N[pieces], self._layout.length_N[pieces])
         self.num_documents = sum(cache.num_documents for cache in self._caches)
         self.num_tokens = sum(cache.num_tokens for cache in self._caches)
         self.num_sequences = int(self._layout.row_N[-1]) + 1

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.pio import explained
-from moesaic.data.recipe import DataRecipe
 from moesaic.errors import MoesaicError
 from moesaic.training.recipe import TrainRecipe
 
@@ -142,13 +141,13 @@ def refuse_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_changed_data(old: Sequence[str], new: Sequence[str], data: DataRecipe) -> None:
-    """Refuse to resume with a source whose documents, or their tokens, are others: the order would be another one."""
-    for source, before, after in zip(data.sources, old, new, strict=True):
+def refuse_changed_data(old: Sequence[str], new: Sequence[str], paths: Sequence[str], *, harm: str) -> None:
+    """Refuse to resume with sources whose documents, or their tokens, are others; `harm` is what would come of it."""
+    for path, before, after in zip(paths, old, new, strict=True):
         if before != after:
             raise MoesaicError(
-                f"{source.path}: its content or the tokenizer changed since this run started, so tokens would be "
-                "repeated and skipped; bring it back, or use another OUT for another run"
+                f"{path}: its content or the tokenizer changed since this run started, so {harm}; bring it back, or "
+                "use another OUT for another run"
             )
 
 

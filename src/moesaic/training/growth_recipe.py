@@ -41,8 +41,8 @@ class Transition(Growth):
                 raise MoesaicError(f"{name} must be greater than 0, got {value}; `moesaic expand` grows a model before")
         if self.fraction is not None and self.fraction >= 1:
             raise MoesaicError(f"fraction must be less than 1, got {self.fraction}; nothing would be trained after it")
-        if self.seed is not None and self.seed < 0:
-            raise MoesaicError(f"seed must not be negative, got {self.seed}")
+        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+            raise MoesaicError(f"seed must be at least 0 and less than 2**63, got {self.seed}")
 
     def as_recipe(self, checkpoint: str, seed: int) -> ExpandRecipe:
         """The same as `moesaic expand` takes it; `seed` is the run's."""

@@ -23,6 +23,12 @@ def _require(recipe: object, *names: str, least: float | None = None) -> None:
         raise MoesaicError(f"{name} must be {'greater than 0' if least is None else f'at least {least}'}, got {value}")
 
 
+def refuse_long_warmup(warmup: int, steps: int, reason: str) -> None:
+    """Refuse a warmup that is longer than the run; `reason` is what limits that."""
+    if warmup > steps:
+        raise MoesaicError(f"optimizer.warmup_steps ({warmup}) exceeds {reason} ({steps} steps); lower it")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoEShape:
     """The MoE layers of a model that starts from random weights."""
@@ -239,7 +245,7 @@ class TrainRecipe:
     compile: bool = False
     """`torch.compile` every decoder layer."""
     seed: int = 0
-    """Seed of initial weights, data order and pool sizes; not negative."""
+    """Seed of initial weights, data order and pool sizes; at least 0 and less than 2**63."""
 
     @property
     def transitions(self) -> tuple[Transition, ...]:
@@ -269,18 +275,16 @@ class TrainRecipe:
         return self.budget.steps
 
     def __post_init__(self) -> None:
-        _require(self, "seed", least=0)
+        if not 0 <= self.seed < 1 << 63:
+            raise MoesaicError(f"seed must be at least 0 and less than 2**63, got {self.seed}")
         if isinstance(self.model, ScratchModel) and self.tokenizer is None:
             raise MoesaicError(
                 "tokenizer is missing: a model from scratch has none of its own, name a folder or hub id"
             )
         if self.budget_steps is None and self.data.epochs is None:
             raise MoesaicError("budget is missing: give budget.steps, budget.tokens or data.epochs")
-        if self.budget_steps is not None and self.optimizer.warmup_steps > self.budget_steps:
-            raise MoesaicError(
-                f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) exceeds the budget ({self.budget_steps} steps)"
-            )
         if self.budget_steps is not None:
+            refuse_long_warmup(self.optimizer.warmup_steps, self.budget_steps, "the budget")
             positions(self.transitions, steps=self.budget_steps, tokens_per_step=self.batch.tokens)
         if self.validation.every_steps is not None and not self.data.validation:
             raise MoesaicError("validation.every_steps is set, but data.validation names no held-out set")

@@ -12,8 +12,8 @@ from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.data.batch import PackedBatch
 from moesaic.data.dataset import PackedDataset
-from moesaic.data.prepare import prepare
-from moesaic.data.validation import validation_sets
+from moesaic.data.prepare import prepare, refuse_untrainable
+from moesaic.data.validation import ValidationSet, validation_sets
 from moesaic.errors import MoesaicError
 from moesaic.loading import load_config, refuse_unknown_architecture
 from moesaic.progress import notice
@@ -31,17 +31,13 @@ from moesaic.training.growth_recipe import positions
 from moesaic.training.growth_run import check_expansions, clear_expansion, expand, refuse_changed_expansions
 from moesaic.training.metrics import MetricsLog
 from moesaic.training.parallel import World, joined_world
-from moesaic.training.recipe import TrainRecipe
+from moesaic.training.recipe import TrainRecipe, refuse_long_warmup
 from moesaic.training.report import Console, step_line, validation_line
 from moesaic.training.result import DTYPES, LAST_FILE, TrainResult, write_result
 from moesaic.training.running import Run, save, throughput_of
 from moesaic.training.schedule import learning_rate
 from moesaic.training.signals import TERMINATED, termination_flag
-from moesaic.training.state import (
-    list_states,
-    read_run,
-    remove_unfinished,
-)
+from moesaic.training.state import RunState, list_states, read_run, remove_unfinished
 from moesaic.training.step import run_step
 from moesaic.training.tensors import restore, result_of
 from moesaic.training.tokenizer import load_run_tokenizer
@@ -106,10 +102,14 @@ def _start(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: bo
         refuse_unknown_architecture(open_checkpoint(recipe.model).config, recipe.model)
     tokenizer = load_run_tokenizer(recipe)
     prepared = world.from_local_main(lambda: prepare(recipe.data, tokenizer, quiet=quiet))
+    refuse_untrainable(prepared)
     data = PackedDataset(prepared, seed=recipe.seed, sequences_per_step=recipe.sequences_per_step)
-    if saved is not None:
-        refuse_changed_data(saved.data, data.cache_names, recipe.data)
+    held_out = validation_sets(prepared)
     steps = min(limit for limit in (recipe.budget_steps, data.num_steps) if limit is not None)
+    if saved is None:
+        refuse_long_warmup(recipe.optimizer.warmup_steps, steps, "data.epochs")
+    else:
+        _refuse_other_data(saved, recipe, data, held_out)
     expansion_steps = positions(recipe.transitions, steps=steps, tokens_per_step=recipe.batch.tokens)
     if saved is not None:
         refuse_changed_expansions(saved, recipe, expansion_steps)
@@ -128,7 +128,7 @@ def _start(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: bo
         trainable=trainable,
         tokenizer=tokenizer,
         data=data,
-        held_out=validation_sets(prepared),
+        held_out=held_out,
         steps=steps,
         step=first,
         log=MetricsLog(
@@ -142,6 +142,17 @@ def _start(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: bo
         quiet=quiet,
         validation=None if saved is None else saved.measured,
     )
+
+
+def _refuse_other_data(
+    saved: RunState, recipe: TrainRecipe, data: PackedDataset, held_out: tuple[ValidationSet, ...]
+) -> None:
+    paths = [source.path for source in recipe.data.sources]
+    refuse_changed_data(saved.data, data.cache_names, paths, harm="tokens would be repeated and skipped")
+    if saved.held_out is not None:
+        names = [name for one in held_out for name in one.cache_names]
+        paths = [path for one in held_out for path in one.paths]
+        refuse_changed_data(saved.held_out, names, paths, harm="held-out losses would not be of the same text")
 
 
 def _tidy(out: Path, recipe: TrainRecipe, world: World, *, fresh: bool) -> None:

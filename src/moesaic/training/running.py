@@ -102,6 +102,7 @@ def save(run: Run) -> None:
         validation=None if run.validation is None else {name: asdict(loss) for name, loss in run.validation.items()},
         recipe=recipe_values(run.recipe),
         data=run.data.cache_names,
+        held_out=[name for held_out in run.held_out for name in held_out.cache_names],
         expansions=run.expansions,
         reset_step=run.reset_step,
     )

@@ -52,6 +52,8 @@ class RunState:
     """The resolved recipe as plain values."""
     data: list[str]
     """What identifies the content of every source, and how it was tokenised."""
+    held_out: list[str] | None = None
+    """The same of the held-out sources, set by set; `None` in states of earlier versions."""
     expansions: list[dict[str, Any]] = field(default_factory=list)
     """What was recorded of each expansion that the model has gone through."""
     reset_step: int = 0

@@ -1,7 +1,11 @@
+import numpy as np
 import pytest
 import torch
 
-from moesaic.data.validation import ValidationSet, validation_sets
+from moesaic.data.cache import open_cache
+from moesaic.data.prepare import refuse_untrainable
+from moesaic.data.validation import validation_sets
+from moesaic.errors import MoesaicError
 
 LENGTHS = [[5, 9, 1, 30, 4, 8, 8, 12], [3, 2, 50]]
 
@@ -56,9 +60,44 @@ def test_sources_of_one_domain_are_one_set(make_data, tmp_path):
     assert {int(batch.domain_ids_BS.max()) for batch in held_out.batches(4)} == {1}
 
 
-def test_a_set_of_one_short_document(make_data):
-    (held_out,) = validation_sets(make_data([[1]], sequence_length=16))
-    (batch,) = held_out.batches(4)
-    assert batch.input_ids_BS.shape == (4, 2)
-    assert batch.num_targets == 0
-    assert isinstance(held_out, ValidationSet)
+def test_a_batch_of_one_short_document_is_two_wide(make_data):
+    (held_out,) = validation_sets(make_data([[2, 1]], sequence_length=2))
+    assert [batch.num_targets for batch in held_out.batches(1)] == [1, 0]
+    assert {batch.input_ids_BS.shape for batch in held_out.batches(1)} == {(1, 2)}
+
+
+NOTHING = {
+    "one token each": ([1, 1, 1], ()),
+    "masked": ([5, 3], ((0, 5),)),
+    "first tokens of pieces alone": ([17], ((0, 16),)),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_set_in_which_nothing_is_predicted_is_refused(make_data, name):
+    lengths, masked = NOTHING[name]
+    data = make_data([lengths], sequence_length=16, masked=masked)
+    with pytest.raises(MoesaicError, match=r"^unused: no document has a token to predict") as error:
+        validation_sets(data)
+    assert "\n" not in str(error.value)
+
+
+def test_training_data_in_which_nothing_is_predicted_are_refused(make_data):
+    refuse_untrainable(make_data([[1, 2], [9]], sequence_length=16))
+    with pytest.raises(MoesaicError, match="no document has a token to predict"):
+        refuse_untrainable(make_data([[5], [1, 1]], sequence_length=16))
+    with pytest.raises(MoesaicError, match="no document has a token to predict"):
+        refuse_untrainable(make_data([[5, 5]], sequence_length=16, masked=((1, 3), (3, 5))))
+
+
+@pytest.mark.parametrize("masked", [(), ((0, 2),), ((1, 3),), ((0, 1), (2, 4), (5, 7))])
+def test_predicted_tokens_are_those_of_the_batches(make_data, masked):
+    data = make_data([[9, 8, 20, 7]], sequence_length=16, masked=masked)
+    cache = open_cache(data.sources[0])
+    starts = np.array([0, 9, 17, 33, 37])  # the third document goes on in a second sequence
+    predicted = cache.predicted(starts, np.diff(starts, append=44))
+    batches = list(validation_sets(data)[0].batches(1))
+    labels = np.concatenate([batch.labels_BS[0, :] for batch in batches])
+    documents = np.concatenate([batch.document_ids_BS[0, :] for batch in batches])
+    expected = [int((labels[documents == document] != -100).sum()) for document in range(4)]
+    assert [predicted[0], predicted[1], predicted[2] + predicted[3], predicted[4]] == expected

@@ -88,6 +88,7 @@ def test_micro_steps_count_all_ranks(tmp_path):
         ("parallel.cpu_offload=true", "parallel.cpu_offload: needs sharding"),
         ("precision=fp16", "precision: 'fp16' is not allowed"),
         ("seed=-1", "seed: must be at least 0"),
+        ("seed=9223372036854775808", "seed: must be at least 0 and less than 2**63, got 9223372036854775808"),
     ],
 )
 def test_refusals_name_the_key(tmp_path, override: str, words: str):
