@@ -9,10 +9,14 @@ import pytest
 import moesaic
 from moesaic.errors import MoesaicError
 from moesaic.recipe import load_recipe
-from moesaic.training.recipe import TrainRecipe
+from moesaic.recipes import shipped_recipes
+from moesaic.training import run as run_module
+from moesaic.training.api import load_train_recipe
+from moesaic.training.drawing import refuse_unknown_keys
+from moesaic.training.recipe import ScratchModel, TrainRecipe
 from moesaic.training.run import train
 from moesaic.training.state import list_states, read_run
-from tests.tiny_training import tiny_recipe
+from tests.tiny_training import DENSE, MOE, tiny_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -71,3 +75,63 @@ def test_a_warmup_that_is_longer_than_the_data_is_refused(tmp_path):
     message = refusal(recipe, tmp_path / "out")
     assert message == "optimizer.warmup_steps (1000) exceeds data.epochs (34 steps); lower it"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("moe", [None, MOE])
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("num_attention_heads", 5, "makes no llama model ("),
+        ("num_key_value_heads", 3, "makes no llama model (RuntimeError: The size of tensor a"),
+        ("rms_norm_eps", "abc", "Validation error for field 'rms_norm_eps'"),
+        ("attention_bias", 7, "Field 'attention_bias' expected bool, got int (value: 7)"),
+        ("rope_scaling", {"rope_type": "foo"}, "(KeyError: 'foo'); correct it"),
+        ("rope_theta", "abc", "(TypeError: "),
+        ("hidden_size", 0, "(ZeroDivisionError: "),
+        ("pad_token_id", 4000, "(AssertionError: Padding_idx must be within num_embeddings); correct it"),
+    ],
+)
+def test_a_configuration_that_makes_no_model_is_one_line(tmp_path, moe, key, value, words):
+    model = {"family": "llama", "config": DENSE | {key: value}} | ({} if moe is None else {"moe": moe})
+    message = refusal(tiny_recipe(tmp_path / "in", model=model, losses={}), tmp_path / "out")
+    assert message.startswith("model.config: makes no ")
+    assert words in message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("moe", [None, MOE])
+def test_a_key_that_the_configuration_does_not_know_is_refused_with_the_nearest_one(tmp_path, moe):
+    model = {"family": "llama", "config": DENSE | {"num_key_value_head": 2}} | ({} if moe is None else {"moe": moe})
+    message = refusal(tiny_recipe(tmp_path / "in", model=model, losses={}), tmp_path / "out")
+    assert message == "model.config.num_key_value_head: llama has no such key; did you mean 'num_key_value_heads'?"
+
+
+def test_a_run_that_began_with_an_unknown_key_goes_on(tmp_path, monkeypatch):
+    model = {"family": "llama", "config": DENSE | {"num_key_value_head": 2}, "moe": MOE}
+    recipe = tiny_recipe(tmp_path / "in", model=model, budget={"steps": 2})
+    with monkeypatch.context() as earlier:
+        earlier.setattr(run_module, "refuse_unknown_keys", lambda _: None)
+        run(recipe, tmp_path / "out")
+    run(recipe | {"budget": {"steps": 3}}, tmp_path / "out", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("llama", {"rope_theta": 1e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "head_dim": 8}),
+        ("qwen2", {"head_dim": 8, "torch_dtype": "bfloat16", "attn_implementation": "eager"}),
+        ("gemma3_text", {"sliding_window_pattern": 2, "query_pre_attn_scalar": 8}),
+        ("glm4_moe", {"partial_rotary_factor": 0.5, "num_nextn_predict_layers": 0}),
+        ("gpt2", {"n_embd": 32, "num_hidden_layers": 1}),
+    ],
+)
+def test_keys_that_are_read_though_no_field_has_their_name_are_known(family, config):
+    refuse_unknown_keys(ScratchModel(family=family, config=config))
+
+
+def test_the_models_of_the_recipes_in_the_package_have_known_keys():
+    for shipped in shipped_recipes():
+        if shipped.name.startswith("train/"):
+            model = load_train_recipe(shipped.name).model
+            if isinstance(model, ScratchModel):
+                refuse_unknown_keys(model)

@@ -1,13 +1,13 @@
 """The model of a run: loaded or new, sharded or not, in fp32, with the recipe's routing rule on its routers."""
 
 import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.data.documents import keeps_documents_apart
@@ -15,9 +15,9 @@ from moesaic.errors import MoesaicError
 from moesaic.loading import load, load_config
 from moesaic.progress import no_library_bars
 from moesaic.routing.install import Installation, find_installation, install
+from moesaic.training.drawing import draw, make_config, makes_a_model
 from moesaic.training.parallel import World, distributed_config, reshard
 from moesaic.training.recipe import ScratchModel, TrainRecipe
-from moesaic.training.scratch import scratch_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +54,11 @@ def build_model(
         config = load_config(open_checkpoint(start).path, str(start))
         model = _load(start, recipe, world)
     else:
-        config = _make_config(start) if isinstance(start, ScratchModel) else start
+        config = make_config(start) if isinstance(start, ScratchModel) else start
         model = _from_scratch(recipe, config, out, world)
     model.config.use_cache = False
-    _refuse_leaking_documents(model)
+    with makes_a_model(start.family) if isinstance(start, ScratchModel) else nullcontext():
+        _refuse_leaking_documents(model)
     installation = _install(model, recipe)
     if recipe.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -76,30 +77,16 @@ def _load(path: str | Path, recipe: TrainRecipe, world: World) -> PreTrainedMode
 def _from_scratch(recipe: TrainRecipe, config: PreTrainedConfig, out: Path, world: World) -> PreTrainedModel:
     """Draw the weights in one process on the CPU, so that they depend on nothing but the seed."""
     if world.size == 1:
-        return _draw(config, recipe.seed).to(world.device)  # pyright: ignore[reportArgumentType]
+        return draw(config, recipe.seed).to(world.device)  # pyright: ignore[reportArgumentType]
     initial = out / "state" / "initial"
     if world.is_main:
-        _draw(config, recipe.seed).save_pretrained(initial)
+        draw(config, recipe.seed).save_pretrained(initial)
     world.barrier()
     model = _load(initial, recipe, world)
     world.barrier()
     if world.is_main:
         shutil.rmtree(initial)
     return model
-
-
-def _make_config(scratch: ScratchModel) -> PreTrainedConfig:
-    values: dict[str, Any] = scratch_config(scratch)
-    model_type = values.pop("model_type")
-    try:
-        return AutoConfig.for_model(model_type, **values)
-    except (ValueError, TypeError) as error:
-        raise MoesaicError(f"model: {model_type}: {str(error).strip().splitlines()[0]}") from error
-
-
-def _draw(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 @torch.no_grad()

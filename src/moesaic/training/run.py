@@ -19,6 +19,7 @@ from moesaic.loading import load_config, refuse_unknown_architecture
 from moesaic.progress import notice
 from moesaic.recipe import dump_recipe, recipe_values
 from moesaic.training.building import build_trainable
+from moesaic.training.drawing import refuse_unknown_keys
 from moesaic.training.folder import (
     RECIPE_FILE,
     clear_folder,
@@ -100,6 +101,8 @@ def _start(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: bo
         refuse_changes(saved.recipe, recipe_values(recipe))
     if isinstance(recipe.model, str):
         refuse_unknown_architecture(open_checkpoint(recipe.model).config, recipe.model)
+    elif saved is None:
+        refuse_unknown_keys(recipe.model)
     tokenizer = load_run_tokenizer(recipe)
     prepared = world.from_local_main(lambda: prepare(recipe.data, tokenizer, quiet=quiet))
     refuse_untrainable(prepared)
