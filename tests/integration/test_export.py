@@ -4,8 +4,8 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from moesaic.exporting.gguf import plan_gguf
 from moesaic.exporting.natives import NATIVE
 from moesaic.exporting.recipe import ExportRecipe
 from moesaic.exporting.rules import PLAIN, SPECIAL, facts_of
+from moesaic.exporting.view import view_of
 from moesaic.modeling.names import STEMS
 from tests.tiny_models import tiny_moe_model
 from tests.tiny_moes import MOE_FAMILIES, save_tiny_moe
@@ -121,17 +122,11 @@ def test_sigmoid_weights_are_those_of_no_native_family(tmp_path):
         moesaic.export(source, tmp_path / "out", dry_run=True)
 
 
-def test_biases_of_dense_layers_are_a_fact():
-    config = tiny_moe_model("llama", num_layers=2, moe_layers=[1], mlp_bias=True).config.to_dict()
-    layers = (None,)
-    for own, fact in ((True, "yes"), (False, "yes"), (None, "none")):
-        view = SimpleNamespace(
-            base="llama",
-            config=config | {"expert_mlp_bias": bool(own), "mlp_bias": own is not None},
-            others={},
-            layers=layers,
-        )
-        assert facts_of(view)["expert_bias"] == fact
+def test_biases_of_dense_layers_are_a_fact(tmp_path):
+    view = view_of(open_checkpoint(save_ours(tmp_path / "moe", "llama", moe_layers=[1], mlp_bias=True)))
+    for own, dense, fact in ((True, True, "yes"), (False, True, "yes"), (False, False, "none")):
+        changed = replace(view, config={**view.config, "expert_mlp_bias": own, "mlp_bias": dense})
+        assert facts_of(changed)["expert_bias"] == fact
 
 
 def test_every_base_is_plain_or_special():
@@ -332,7 +327,7 @@ GGUF_REFUSED = [
     ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps: 1e-06, where llama.cpp computes 1e-05"),
     ("olmoe", {"clip_qkv": 3.0}, "clip_qkv: 3.0"),
     ("mixtral", {"sliding_window": 8}, "sliding window: yes"),
-    ("qwen3_moe", {"norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 4}, "sliding window: in every layer"),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 4}, "sliding window: in every layer"),
     ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, "sliding window: yes"),
     ("qwen2_moe", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0,
         "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}, "rope: llama3"),
