@@ -93,6 +93,10 @@ def read_documents(
             text, domain = record.fields.get("text"), _domain(record.fields, domain_field, file, record.where)
             if not isinstance(text, str):
                 raise MoesaicError(f"{record.where}: no field 'text' with the held-out text; perplexity needs one")
+            if domain == "all":
+                raise MoesaicError(
+                    f"{record.where}: the domain is called 'all', as the total over domains is; rename it"
+                )
             counts[domain] = counts.get(domain, 0) + 1
             if text and (limit is None or counts[domain] <= limit):
                 source = str(record.fields.get(source_field, file.path.name))
