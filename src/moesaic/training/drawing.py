@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moesaic.errors import MoesaicError
 from moesaic.suggestions import suggest
@@ -16,6 +17,9 @@ from moesaic.training.scratch import scratch_config
 
 _UNDECLARED = {"head_dim", "partial_rotary_factor", "sliding_window_pattern", "mlp_bias"}
 """What several families, or our experts (`mlp_bias`), read though the configuration's class does not declare it."""
+
+_REASON = 200
+"""Characters of another library's error that are shown."""
 
 _MISTAKES = (
     *(StrictDataclassError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
@@ -32,7 +36,7 @@ def makes_a_model(family: str) -> Iterator[None]:
     except (MoesaicError, torch.OutOfMemoryError):
         raise
     except _MISTAKES as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split())[:_REASON]
         raise MoesaicError(
             f"model.config: makes no {family} model ({type(error).__name__}: {reason}); correct it"
         ) from error
@@ -44,8 +48,12 @@ def make_config(scratch: ScratchModel) -> PreTrainedConfig:
     Raises: `MoesaicError` for a family that is unknown, or a value that its class does not take.
     """
     values: dict[str, Any] = scratch_config(scratch)
+    model_type = values.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        hint = suggest(scratch.family, CONFIG_MAPPING)
+        raise MoesaicError(f"model.family: {scratch.family} is no model type of transformers; {hint}")
     with makes_a_model(scratch.family):
-        return AutoConfig.for_model(values.pop("model_type"), **values)
+        return AutoConfig.for_model(model_type, **values)
 
 
 def refuse_unknown_keys(scratch: ScratchModel) -> None:

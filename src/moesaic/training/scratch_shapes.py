@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from moesaic.errors import MoesaicError
 from moesaic.families.counting import Shapes
 from moesaic.families.dense_table import FAMILIES
 from moesaic.families.shapes import MOE_PREFIX, config_shapes
@@ -12,9 +11,6 @@ from moesaic.training.scratch import scratch_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_REASON = 200
-"""Characters of another library's error that are shown."""
 
 
 def scratch_shapes(scratch: ScratchModel) -> tuple[Shapes, Mapping[str, Any]]:
@@ -29,7 +25,7 @@ def scratch_shapes(scratch: ScratchModel) -> tuple[Shapes, Mapping[str, Any]]:
     model_type = str(config["model_type"])
     if model_type in FAMILIES or model_type.startswith(MOE_PREFIX):
         return config_shapes(config), config
-    model = _without_numbers(config)
+    model = _without_numbers(scratch)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tensors = dict(model.named_parameters())
     tensors |= {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
@@ -38,16 +34,12 @@ def scratch_shapes(scratch: ScratchModel) -> tuple[Shapes, Mapping[str, Any]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, {**text.to_dict(), **sizes}
 
 
-def _without_numbers(config: Mapping[str, Any]) -> "PreTrainedModel":
+def _without_numbers(scratch: ScratchModel) -> "PreTrainedModel":
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    values = dict(config)
-    model_type = values.pop("model_type")
-    try:
-        settings = AutoConfig.for_model(model_type, **values)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(settings)
-    except Exception as error:  # whatever the family's classes raise for values that they can't take
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_REASON]
-        raise MoesaicError(f"model: no {model_type} can be made of family and config ({reason})") from error
+    from moesaic.training.drawing import make_config, makes_a_model
+
+    config = make_config(scratch)
+    with torch.device("meta"), makes_a_model(scratch.family):
+        return AutoModelForCausalLM.from_config(config)

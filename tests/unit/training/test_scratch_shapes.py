@@ -54,7 +54,10 @@ def test_a_family_outside_of_the_tables_is_planned_from_its_class(tmp_path):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"family": "olmo3e", "config": {}}, "model: no olmo3e can be made of family and config (ValueError: Unrecogn"),
+        (
+            {"family": "olmo3e", "config": {}},
+            "model.family: olmo3e is no model type of transformers; did you mean 'olmoe'?",
+        ),
         ({"family": "clip", "config": {}}, "(ValueError: Unrecognized configuration class"),
         ({"family": "olmoe", "config": {"num_experts": "x"}}, "Field 'num_experts' expected int, got str"),
         ({"family": "olmoe", "config": {"num_attention_heads": 0}}, "(ZeroDivisionError: integer division"),
