@@ -187,16 +187,6 @@ def test_a_result_that_was_half_moved_is_written_again(tmp_path):
     moesaic.load(tmp_path / "out")
 
 
-def test_a_source_that_changed_is_refused_on_resume(tmp_path):
-    recipe = tiny_recipe(tmp_path / "in", budget={"steps": 2})
-    run(recipe, tmp_path / "out")
-    with (tmp_path / "in" / "code.jsonl").open("a") as file:
-        file.write('{"text": "one more"}\n')
-    with pytest.raises(MoesaicError, match=r"code\.jsonl: its content or the tokenizer changed since this run started"):
-        run(recipe | {"budget": {"steps": 3}}, tmp_path / "out", resume=True)
-    moesaic.load(tmp_path / "out")
-
-
 def test_a_model_that_transformers_does_not_know_is_refused_before_its_code_or_data_is_looked_at(tmp_path):
     folder = save_tiny(tmp_path / "foreign", "llama")
     config = json.loads((folder / "config.json").read_text()) | {"model_type": "foreign"}

@@ -48,14 +48,15 @@ def test_data_in_which_nothing_is_predicted_leave_the_old_run(tmp_path, key):
     moesaic.load(tmp_path / "out")
 
 
-def test_held_out_text_that_changed_is_refused_on_resume(tmp_path):
+@pytest.mark.parametrize(("file", "harm"), [("code.jsonl", "tokens would"), ("math.valid.jsonl", "held-out")])
+def test_text_that_changed_is_refused_on_resume(tmp_path, file, harm):
     recipe = tiny_recipe(tmp_path / "in", budget={"steps": 2})
     run(recipe, tmp_path / "out")
-    with (tmp_path / "in" / "math.valid.jsonl").open("a") as file:
-        file.write('{"text": "one more"}\n')
-    longer = recipe | {"budget": {"steps": 3}}
-    message = refusal(longer, tmp_path / "out", resume=True)
-    assert "math.valid.jsonl: its content or the tokenizer changed since this run started, so held-out" in message
+    with (tmp_path / "in" / file).open("a") as opened:
+        opened.write('{"text": "one more"}\n')
+    message = refusal(recipe | {"budget": {"steps": 3}}, tmp_path / "out", resume=True)
+    assert f"{file}: its content or the tokenizer changed since this run started, so {harm}" in message
+    moesaic.load(tmp_path / "out")
 
 
 def test_a_state_without_names_of_held_out_text_goes_on(tmp_path):

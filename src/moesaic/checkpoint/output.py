@@ -43,15 +43,9 @@ def output_folder(target: str | Path, overwrite: bool = False, *, sources: Itera
     up as Ctrl-C does. `overwrite` needs space for the old and the new folder at once.
     """
     final = check_target(target, overwrite, sources=sources)
-    made = _make_parents(final.parent)
-    try:
-        _clear_leftovers(final)
+    with _beside(final):
         _refuse_existing(final, overwrite)  # again: an interrupted swap may have been undone
-        with _signals_raise():
-            yield from _build(final, overwrite)
-    except BaseException:
-        _remove_empty(made)
-        raise
+        yield from _build(final, overwrite)
 
 
 @contextmanager
@@ -61,25 +55,39 @@ def scratch_folder(target: str | Path) -> Iterator[Path]:
     What a killed run leaves of it, the next run for this target removes, as it does with unfinished outputs.
     """
     final = check_target(target, overwrite=True)
-    _make_parents(final.parent)
-    _clear_leftovers(final)
-    mine = _own_name(final, "scratch")
-    with _signals_raise():
-        with explained(final):
-            mine.mkdir()
-        try:
-            with _locked(mine):
-                yield mine
-        finally:
-            shutil.rmtree(mine, ignore_errors=True)
+    with _beside(final), _own_folder(final, "scratch") as mine:
+        yield mine
 
 
-def _build(final: Path, overwrite: bool) -> Iterator[Path]:
-    mine = _own_name(final, "tmp")
+@contextmanager
+def _beside(final: Path) -> Iterator[None]:
+    """Make the parents and clear what dead runs left there; parents that are made are removed when the block fails."""
+    made = _make_parents(final.parent)
+    try:
+        _clear_leftovers(final)
+        with _signals_raise():
+            yield
+    except BaseException:
+        _remove_empty(made)
+        raise
+
+
+@contextmanager
+def _own_folder(final: Path, kind: str) -> Iterator[Path]:
+    """Yield an empty folder beside `final` that this process has locked; what has its name at the end is removed."""
+    mine = _own_name(final, kind)
     with explained(final):
         mine.mkdir()
     try:
         with _locked(mine):
+            yield mine
+    finally:
+        shutil.rmtree(mine, ignore_errors=True)
+
+
+def _build(final: Path, overwrite: bool) -> Iterator[Path]:
+    try:
+        with _own_folder(final, "tmp") as mine:  # after a swap this is the old folder, on errors the unfinished one
             yield mine
             _sync_tree(mine)
             _commit(mine, final, overwrite)
@@ -87,9 +95,6 @@ def _build(final: Path, overwrite: bool) -> Iterator[Path]:
         if error.errno not in DISK_ERRORS:
             raise
         raise io_error(error.filename or final, error) from error
-    finally:
-        # After a swap this is the old folder, on errors the unfinished one.
-        shutil.rmtree(mine, ignore_errors=True)
 
 
 def require_disk(path: str | Path, nbytes: int) -> None:

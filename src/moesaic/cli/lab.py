@@ -5,6 +5,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from moesaic.checkpoint.pio import check_file
 from moesaic.cli.options import DryRun, Json, Quiet
 from moesaic.cli.output import print_result
 from moesaic.errors import MoesaicError
@@ -75,6 +76,8 @@ def report(
 
     if not outs:
         raise MoesaicError("OUT is needed: the folder of an experiment")
+    if html is not None:
+        check_file(html, replaces="moesaic lab")
     findings = [find(out) for out in outs]
     if html is not None:
         write_html(findings, html)

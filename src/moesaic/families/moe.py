@@ -54,6 +54,9 @@ _FFN = re.compile(r"(?:mlp|block_sparse_moe|shared_mlp)\.")
 _IN_EVERY_LAYER = re.compile(r"self_attn\.|\w*norm\w*\.")
 _SHARED = re.compile(r"^(?:(?:mlp|block_sparse_moe)\.shared_experts?(?:_gate)?|shared_mlp)\.")
 
+_Named = tuple[str, str]
+"""A tensor's name, and what of it comes after `layers.N.`."""
+
 ROUTER_ROLES = frozenset({"router", "router_bias", "selection_bias"})
 
 
@@ -114,10 +117,10 @@ def detect_moe(checkpoint: Checkpoint) -> MoEModel:
     check_values(config, name, kinds=MOE_KINDS)
     require(config, ("num_hidden_layers", "hidden_size", "vocab_size"), name)
     count = expert_count(config, family, checkpoint.name)
-    by_layer: dict[int, list[str]] = {}
+    by_layer: dict[int, list[_Named]] = {}
     for tensor in checkpoint.tensors:
         if match := _LAYER.match(tensor):
-            by_layer.setdefault(int(match["layer"]), []).append(tensor)
+            by_layer.setdefault(int(match["layer"]), []).append((tensor, match["rest"]))
     _refuse_missing(checkpoint, by_layer)
     layers = tuple(
         layer
@@ -158,7 +161,7 @@ def _integer(config: Mapping[str, Any], key: str, checkpoint: Checkpoint) -> int
     return value
 
 
-def _refuse_missing(checkpoint: Checkpoint, by_layer: Mapping[int, Sequence[str]]) -> None:
+def _refuse_missing(checkpoint: Checkpoint, by_layer: Mapping[int, Sequence[_Named]]) -> None:
     """Refuse a layer without any tensor, without an FFN, or without an attention tensor or norm that another layer has.
 
     The layers of all families here differ in nothing but their FFN, dense or of experts.
@@ -166,7 +169,7 @@ def _refuse_missing(checkpoint: Checkpoint, by_layer: Mapping[int, Sequence[str]
     depth = checkpoint.config["num_hidden_layers"]
     found: dict[int, dict[str, str]] = {}
     for index in range(depth):
-        rests = {match["rest"]: name for name in by_layer.get(index, ()) if (match := _LAYER.match(name))}
+        rests = {rest: name for name, rest in by_layer.get(index, ())}
         found[index] = {rest: name for rest, name in rests.items() if _IN_EVERY_LAYER.match(rest)}
         if not any(map(_FFN.match, rests)):
             what = "FFN or experts" if rests else "tensors"
@@ -179,19 +182,16 @@ def _refuse_missing(checkpoint: Checkpoint, by_layer: Mapping[int, Sequence[str]
                 raise MoesaicError(f"{checkpoint.name}: tensor {lost} is missing: the checkpoint is incomplete")
 
 
-def _read_layer(checkpoint: Checkpoint, index: int, names: list[str], count: int) -> MoELayerTensors | None:
+def _read_layer(checkpoint: Checkpoint, index: int, names: list[_Named], count: int) -> MoELayerTensors | None:
     """The expert tensors of one layer; None for a dense layer (no expert tensors in it)."""
     stacked: list[ExpertTensor] = []
     own: dict[tuple[str, str], set[int]] = {}
     shared: list[str] = []
-    for name in names:
-        match = _LAYER.match(name)
-        assert match is not None
-        rest = match["rest"]
+    for name, rest in names:
         if place := _STACKED.get(rest):
             stacked.append(_stacked(checkpoint, name, *place, count))
         elif (part := _OWN.match(rest)) and (role := _OWN_ROLES.get(part["tail"])):
-            template = f"{name[: match.start('rest')]}{part['head']}{{expert}}.{part['tail']}"
+            template = f"{name.removesuffix(rest)}{part['head']}{{expert}}.{part['tail']}"
             own.setdefault((role, template), set()).add(int(part["expert"]))
         elif _OWN.match(rest):
             raise MoesaicError(f"{checkpoint.name}: unknown expert tensor {name}")

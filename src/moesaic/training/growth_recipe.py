@@ -10,6 +10,12 @@ from moesaic.expansion.recipe import ExpandRecipe, Growth, UtilityName
 OptimizerState = Literal["reset", "copy", "scale"]
 
 
+def check_seed(seed: int) -> None:
+    """Refuse a seed that torch's generators do not take."""
+    if not 0 <= seed < 1 << 63:
+        raise MoesaicError(f"seed must be at least 0 and less than 2**63, got {seed}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Transition(Growth):
     """One expansion in mid-training (Expert Upcycling, section 3), after one of three: `step`, `tokens`, `fraction`."""
@@ -41,8 +47,8 @@ class Transition(Growth):
                 raise MoesaicError(f"{name} must be greater than 0, got {value}; `moesaic expand` grows a model before")
         if self.fraction is not None and self.fraction >= 1:
             raise MoesaicError(f"fraction must be less than 1, got {self.fraction}; nothing would be trained after it")
-        if self.seed is not None and not 0 <= self.seed < 1 << 63:
-            raise MoesaicError(f"seed must be at least 0 and less than 2**63, got {self.seed}")
+        if self.seed is not None:
+            check_seed(self.seed)
 
     def as_recipe(self, checkpoint: str, seed: int) -> ExpandRecipe:
         """The same as `moesaic expand` takes it; `seed` is the run's."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from moesaic.data.recipe import DataRecipe
 from moesaic.errors import MoesaicError
 from moesaic.routing.config import RuleConfig
-from moesaic.training.growth_recipe import Transition, positions
+from moesaic.training.growth_recipe import Transition, check_seed, positions
 
 BalanceScope = Literal["local", "global", "batch"]
 Schedule = Literal["cosine", "linear"]
@@ -275,8 +275,7 @@ class TrainRecipe:
         return self.budget.steps
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 1 << 63:
-            raise MoesaicError(f"seed must be at least 0 and less than 2**63, got {self.seed}")
+        check_seed(self.seed)
         if isinstance(self.model, ScratchModel) and self.tokenizer is None:
             raise MoesaicError(
                 "tokenizer is missing: a model from scratch has none of its own, name a folder or hub id"

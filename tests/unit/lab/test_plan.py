@@ -295,3 +295,11 @@ def test_report_needs_an_experiment(tmp_path, capsys):
     assert run(["lab", "report", str(tmp_path)]) == 2
     assert "holds no experiment" in capsys.readouterr().err
     assert run(["lab", "report"]) == 2
+
+
+def test_a_page_does_not_take_the_place_of_another_file(tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    data.write_text("{}\n")
+    assert run(["lab", "report", str(tmp_path), "--html", str(data)]) == 2
+    assert "data.jsonl: exists and is no moesaic lab file" in capsys.readouterr().err
+    assert data.read_text() == "{}\n"
