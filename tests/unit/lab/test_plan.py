@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -12,7 +13,7 @@ from moesaic.lab.experiments import EXPERIMENTS
 from moesaic.lab.plan import Plan, Step, read_plan, write_plan
 from moesaic.lab.report import find
 from moesaic.lab.run import run_experiment
-from moesaic.lab.scale import SCALES, load_scale
+from moesaic.lab.scale import SCALES, EmoVariant, load_scale
 from moesaic.lab.writing import steps_of
 from moesaic.recipe import load_recipe
 from moesaic.recipe_yaml import dump_yaml, parse_yaml
@@ -20,6 +21,7 @@ from moesaic.training.recipe import TrainRecipe
 from moesaic.training.schedule import learning_rate
 
 CI = Path(__file__).with_name("ci.yaml")
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 
 @pytest.mark.parametrize("scale", [*SCALES, CI])
@@ -130,6 +132,20 @@ def test_more_seeds_go_into_the_same_folder(tmp_path):
         write_plan(EXPERIMENTS["expand"].plan(scale, None, seeds), tmp_path)
     with pytest.raises(MoesaicError, match="other settings"):
         write_plan(EXPERIMENTS["expand"].plan(scale, None, 1), tmp_path)
+
+
+def test_variants_go_into_the_folder_of_the_run_without_them(tmp_path):
+    """The scale that the page of claims names is `small` and the variants."""
+    small, scale = load_scale("small"), load_scale(RESULTS / "small-with-variants.yaml")
+    variants = get_args(EmoVariant)
+    assert scale == dataclasses.replace(
+        small, description=scale.description, emo=dataclasses.replace(small.emo, variants=variants)
+    )
+    for each in (small, scale):
+        write_plan(EXPERIMENTS["emo"].plan(each, None, 1), tmp_path)
+    assert {f"{variant}-0" for variant in variants} <= {step.name for step in read_plan(tmp_path).steps}
+    with pytest.raises(MoesaicError, match="other settings"):
+        write_plan(EXPERIMENTS["emo"].plan(small, None, 1), tmp_path)
 
 
 def test_other_experiments_and_settings_are_refused(tmp_path):
