@@ -31,7 +31,8 @@ def _trained(rows: Sequence[Row]) -> Table:
     return pivot(
         where(rows, measure="loss", stage="trained"),
         title="From scratch on the same tokens",
-        note="Held-out loss in nats per token after training, with all experts.",
+        note="Held-out loss in nats per token after training, with all experts. `annealing`, where it was run, is not "
+        "from scratch: it goes on from `standard`, with pools, on more tokens.",
         down=("model",),
         across="domain",
         mean="mean",
