@@ -17,7 +17,7 @@ from moesaic.lab.experiments import EXPERIMENTS
 from moesaic.lab.plan import ENVIRONMENT, Plan, write_plan
 from moesaic.lab.report import find, write_html
 from moesaic.lab.scale import load_scale
-from moesaic.lab.step import run_step
+from moesaic.lab.step import cpu_seconds_file, run_step
 
 CI = Path(__file__).parents[1] / "unit" / "lab" / "ci.yaml"
 
@@ -201,6 +201,9 @@ def test_killed_and_started_again_it_ends_with_the_same_numbers(tmp_path):
         [row for row in _lines(folder / "results.jsonl") if row["measure"] != "seconds"] for folder in (whole, out)
     )
     assert left == right
+    seconds = [float(cpu_seconds_file(out, step.name).read_text()) for step in plan.steps]
+    assert min(seconds) > 0
+    assert f"{sum(seconds) / 60:.0f} minutes of one core" in (out / "report.md").read_text()
 
 
 def _wait(condition, seconds: float = 300.0) -> None:

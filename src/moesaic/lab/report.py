@@ -11,6 +11,7 @@ from moesaic.lab.experiments import EXPERIMENTS
 from moesaic.lab.plan import REPORT, Plan, Step, read_plan
 from moesaic.lab.plots import learning_curves, retention
 from moesaic.lab.rows import Row, all_rows, curves, write_rows
+from moesaic.lab.step import cpu_seconds_file
 from moesaic.lab.tables import Table
 from moesaic.recipe_yaml import dump_yaml
 
@@ -57,7 +58,7 @@ def find(out: Path) -> Finding:
         rows=rows,
         tables=[*EXPERIMENTS[plan.experiment].tables(rows), *_claims(plan.experiment, rows)],
         finished=len(_counted(done)),
-        seconds=sum(_seconds(out / "steps" / f"{step.name}.time.tsv") for step in done),
+        seconds=sum(_seconds(cpu_seconds_file(out, step.name)) for step in done),
     )
     with explained(out):
         write_rows(out / RESULTS_FILE, rows)
@@ -71,11 +72,8 @@ def _claims(experiment: str, rows: Sequence[Row]) -> list[Table]:
 
 
 def _seconds(file: Path) -> float:
-    """Processor time of a step, from Snakemake's benchmark file: on a shared machine the clock says little."""
-    if not file.exists():
-        return 0.0
-    names, values = (line.split("\t") for line in file.read_text(encoding="utf-8").splitlines()[:2])
-    return float(dict(zip(names, values, strict=True))["cpu_time"])
+    """Processor time of a step: on a shared machine the clock says little."""
+    return float(file.read_text(encoding="utf-8")) if file.exists() else 0.0
 
 
 def markdown(finding: Finding) -> list[str]:
