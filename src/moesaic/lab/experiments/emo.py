@@ -52,7 +52,7 @@ def _steps_of_seed(emo: EmoScale, domains: Sequence[str], seed: int) -> Iterator
     for variant in emo.variants:
         run = _model(emo, variant, domains, seed)
         yield train_step(run, needs=("standard-" + str(seed),) if variant == "annealing" else (PREPARE,))
-        yield _subsets(emo, variant, run, domains, seed, documents=(5,), methods=("router",))
+        yield _subsets(emo, variant, run, domains, seed, documents=(_few(emo),), methods=("router",))
     for name in ("standard", "emo"):
         step = _subsets(emo, name, models[name], domains, seed, documents=emo.documents, methods=emo.methods)
         yield step
@@ -174,6 +174,11 @@ def _subsets(
     return _task("subsets", f"subsets-{run.name}", settings, needs=run.name)
 
 
+def _few(emo: EmoScale) -> int:
+    """Calibration documents of the comparisons: the number nearest to the paper's 5."""
+    return min(emo.documents, key=lambda number: abs(number - 5))
+
+
 def _inspect(emo: EmoScale, name: str, run: Run, domains: Sequence[str], seed: int) -> Step:
     """Clusters of tokens by their routing (section 5.3)."""
     folder = f"inspections/{run.name}"
@@ -189,7 +194,7 @@ def _inspect(emo: EmoScale, name: str, run: Run, domains: Sequence[str], seed: i
 
 def _tune(emo: EmoScale, name: str, run: Run, domains: Sequence[str], seed: int, *, needs: str) -> Step:
     """Fine-tune the whole model and subsets of it (by `router`, on 5 documents or the nearest number) per domain."""
-    documents = min(emo.documents, key=lambda number: abs(number - 5))
+    documents = _few(emo)
     commands: list[tuple[str, ...]] = []
     runs = []
     for domain in domains:
