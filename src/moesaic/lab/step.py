@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+from moesaic.checkpoint.pio import write_file
 from moesaic.lab.plan import ENVIRONMENT, Step, read_plan
 
 _WATCH_SECONDS = 1.0
@@ -48,7 +49,7 @@ def main() -> None:
     steps = {step.name: step for step in read_plan(Path()).steps}
     status = run_step(steps[sys.argv[1]])
     if not status:
-        cpu_seconds_file(Path(), sys.argv[1]).write_text(f"{sum(os.times()[:4]):.2f}\n", encoding="utf-8")
+        write_file(cpu_seconds_file(Path(), sys.argv[1]), f"{sum(os.times()[:4]):.2f}\n")
     sys.exit(status)
 
 

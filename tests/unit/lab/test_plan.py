@@ -247,7 +247,11 @@ def test_unknown_keys_of_a_scale_are_refused(tmp_path):
         ("emo", {"shares": [1.0]}, "shares: must be greater than 0 and less than 1, got 1"),
         ("emo", {"shares": []}, "shares: is empty; give at least one, such as [0.25]"),
         ("emo", {"shares": [0.5, 0.5]}, "shares: must have each value once, got [0.5, 0.5]"),
-        ("emo", {"top_k": 2, "shares": [0.001]}, "shares: must leave the 2 experts that a token uses; 0.001 of 8 is 1"),
+        (
+            "emo",
+            {"top_k": 2, "shares": [0.001], "variants": []},
+            "shares: must leave the 2 experts that a token uses; 0.001 of 8 is 1",
+        ),
         (
             "emo",
             {"variants": ["no_shared_expert"], "shares": [0.125]},
