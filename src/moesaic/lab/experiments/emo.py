@@ -49,15 +49,15 @@ def _steps_of_seed(emo: EmoScale, domains: Sequence[str], seed: int) -> Iterator
         yield train_step(run)
     pools = {"run": models["emo"].folder, "steps": _POOL_STEPS, "labels": {"model": "emo"}}
     yield _task("pools", f"pools-{seed}", pools | {"seed": seed}, needs=models["emo"].name)
-    for variant in emo.variants:
-        run = _model(emo, variant, domains, seed)
-        yield train_step(run, needs=("standard-" + str(seed),) if variant == "annealing" else (PREPARE,))
-        yield _subsets(emo, variant, run, domains, seed, documents=(_few(emo),), methods=("router",))
     for name in ("standard", "emo"):
         step = _subsets(emo, name, models[name], domains, seed, documents=emo.documents, methods=emo.methods)
         yield step
         yield _inspect(emo, name, models[name], domains, seed)
         yield _tune(emo, name, models[name], domains, seed, needs=step.name)
+    for variant in emo.variants:
+        run = _model(emo, variant, domains, seed)
+        yield train_step(run, needs=("standard-" + str(seed),) if variant == "annealing" else (PREPARE,))
+        yield _subsets(emo, variant, run, domains, seed, documents=(_few(emo),), methods=("router",))
 
 
 def _model(emo: EmoScale, name: str, domains: Sequence[str], seed: int) -> Run:
