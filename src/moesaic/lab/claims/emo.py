@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from moesaic.expansion.measures import Interval
 from moesaic.lab.claims.claim import Claim, combine, less, within
-from moesaic.lab.experiments.emo_tables import router_on_5
+from moesaic.lab.experiments.emo_tables import nearest_to_5, router_on_5
 from moesaic.lab.rows import Row
 from moesaic.lab.tables import label_values, where
 
@@ -38,8 +38,8 @@ def _chosen(rows: Sequence[Row], share: float, method: str, documents: int | Non
     return where(subsets, method=method, documents=documents)
 
 
-def _five(rows: Sequence[Row]) -> int | None:
-    return min(label_values(rows, "documents"), key=lambda number: abs(number - 5), default=None)
+def _five(rows: Sequence[Row]) -> int:
+    return nearest_to_5(label_values(rows, "documents"))
 
 
 def _smaller_drop(share: float, *, better: str = "emo", worse: str = "standard") -> _Effect:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moesaic.lab.experiments.emo_tables import tables
+from moesaic.lab.experiments.emo_tables import nearest_to_5, tables
 from moesaic.lab.plan import Plan, Step
 from moesaic.lab.rows import ROWS
 from moesaic.lab.scale import EmoScale, Scale
@@ -57,7 +57,7 @@ def _steps_of_seed(emo: EmoScale, domains: Sequence[str], seed: int) -> Iterator
     for variant in emo.variants:
         run = _model(emo, variant, domains, seed)
         yield train_step(run, needs=("standard-" + str(seed),) if variant == "annealing" else (PREPARE,))
-        yield _subsets(emo, variant, run, domains, seed, documents=(_few(emo),), methods=("router",))
+        yield _subsets(emo, variant, run, domains, seed, documents=(nearest_to_5(emo.documents),), methods=("router",))
 
 
 def _model(emo: EmoScale, name: str, domains: Sequence[str], seed: int) -> Run:
@@ -174,11 +174,6 @@ def _subsets(
     return _task("subsets", f"subsets-{run.name}", settings, needs=run.name)
 
 
-def _few(emo: EmoScale) -> int:
-    """Calibration documents of the comparisons: the number nearest to the paper's 5."""
-    return min(emo.documents, key=lambda number: abs(number - 5))
-
-
 def _inspect(emo: EmoScale, name: str, run: Run, domains: Sequence[str], seed: int) -> Step:
     """Clusters of tokens by their routing (section 5.3)."""
     folder = f"inspections/{run.name}"
@@ -194,7 +189,7 @@ def _inspect(emo: EmoScale, name: str, run: Run, domains: Sequence[str], seed: i
 
 def _tune(emo: EmoScale, name: str, run: Run, domains: Sequence[str], seed: int, *, needs: str) -> Step:
     """Fine-tune the whole model and subsets of it (by `router`, on 5 documents or the nearest number) per domain."""
-    documents = _few(emo)
+    documents = nearest_to_5(emo.documents)
     commands: list[tuple[str, ...]] = []
     runs = []
     for domain in domains:

@@ -1,6 +1,6 @@
 """The tables of the experiment `emo`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from moesaic.lab.rows import Row
 from moesaic.lab.tables import Table, difference, interval_of, label_values, pivot, show, where
@@ -80,11 +80,14 @@ def _similarity(rows: Sequence[Row]) -> Table:
     )
 
 
+def nearest_to_5(numbers: Iterable[int]) -> int:
+    """The number of calibration documents that comparisons use: that nearest to the paper's 5, or 5 without any."""
+    return min(numbers, key=lambda number: abs(number - 5), default=5)
+
+
 def router_on_5(subsets: Sequence[Row]) -> list[Row]:
     """The selection that most tables use: by `router`, on the number of documents nearest to 5."""
-    numbers = label_values(subsets, "documents")
-    number = min(numbers, key=lambda value: abs(value - 5), default=None)
-    return where(subsets, method="router", documents=number)
+    return where(subsets, method="router", documents=nearest_to_5(label_values(subsets, "documents")))
 
 
 def _increase(subsets: Sequence[Row]) -> Table:
