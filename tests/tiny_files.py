@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 
 def raw_safetensors(header: object, data: bytes = b"") -> bytes:

@@ -9,7 +9,7 @@ come with the first call that needs them.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.modeling import register as _register
 
 if TYPE_CHECKING:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.errors import MoesaicError
-from moesaic.recipe import load_recipe
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import load_recipe
+from moesaic.common.workers import check_workers
 from moesaic.upcycling.recipe import MethodName, UpcycleRecipe
-from moesaic.workers import check_workers
 
 if TYPE_CHECKING:
     from moesaic.upcycling.run import UpcycleResult

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

@@ -9,9 +9,9 @@ import torch
 
 from moesaic.checkpoint.provenance import VOCABULARY_FILES, read_provenance, side_files
 from moesaic.checkpoint.source import load_json, open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import warn
 from moesaic.families.moe_table import way_out
-from moesaic.progress import warn
 from moesaic.routing.install import reinstall
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moesaic.common.recipe import load_recipe
 from moesaic.families.shapes import config_shapes
-from moesaic.recipe import load_recipe
 from moesaic.training import run as run_module
 from moesaic.training.planning import memory_per_device, traffic_per_step
 from moesaic.training.recipe import ScratchModel, TrainRecipe

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic.recipe import load_recipe
+from moesaic.common.recipe import load_recipe
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.run import train
 from tests.distributed.ranks import run_ranks

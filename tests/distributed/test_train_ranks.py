@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moesaic.recipe import load_recipe
+from moesaic.common.recipe import load_recipe
 from moesaic.training import building
 from moesaic.training import run as run_module
 from moesaic.training.optimizer import MOMENTS

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import moesaic
 from moesaic.checkpoint import output
 from moesaic.cli import app as cli
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.workers import MOST_WORKERS
 from moesaic.recipes import shipped_recipes
 from moesaic.upcycling.recipe import UpcycleRecipe
-from moesaic.workers import MOST_WORKERS
 from tests.tiny_models import VOCABULARY, save_tiny
 
 VERBS = [

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.cli.app import run
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.evaluation import evaluating
 from moesaic.evaluation.benchmarks import BENCHMARKS
 from moesaic.evaluation.evaluating import evaluate

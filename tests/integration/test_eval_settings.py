@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.evaluation import evaluating, perplexity
 from moesaic.evaluation.evaluating import evaluate
 from moesaic.evaluation.suites import Average, Suite, SuiteTask

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.cli import app as cli
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.expansion.api import expand
 from moesaic.expansion.layers import LayerFile
 from moesaic.families.moe import detect_moe

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from moesaic.checkpoint.scan import scan
 from moesaic.checkpoint.source import open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.expansion.run import expand
 from moesaic.families.moe import ROUTER_ROLES, detect_moe

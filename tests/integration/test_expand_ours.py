@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moesaic import expand, load, upcycle
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.modeling.modeling_moesaic import ROUTING_WEIGHTINGS
 from tests.tiny_models import VOCABULARY, save_tiny
 

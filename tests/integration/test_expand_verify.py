@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from moesaic import expand, verify
 from moesaic.cli import app as cli
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.verifying import ExpandedReport
 from tests.tiny_moes import save_tiny_moe
 

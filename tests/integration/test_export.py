@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import moesaic
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.cli import app as cli
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.exporting.gguf import plan_gguf
 from moesaic.exporting.natives import NATIVE
 from moesaic.exporting.recipe import ExportRecipe

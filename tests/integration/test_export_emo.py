@@ -7,7 +7,7 @@ import torch
 
 import moesaic
 from moesaic.checkpoint.source import open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.moe import detect_moe
 from tests.tiny_emo import CONFIG, EXPERTS, SHARED, TOP_K, naive_emo, save_tiny_emo
 

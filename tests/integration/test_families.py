@@ -12,7 +12,7 @@ import torch
 import moesaic
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.cli import app as cli
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.exporting.gguf_rules import GGUF
 from moesaic.families.moe import detect_moe
 from moesaic.families.support import COLUMNS, YES, markdown, support

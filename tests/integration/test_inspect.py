@@ -13,7 +13,7 @@ import moesaic
 from moesaic.analysis.documents import token_strings
 from moesaic.analysis.format import read_inspection
 from moesaic.cli.app import run
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from tests.tiny_inspection import NASTY, tiny_inspection
 from tests.tiny_models import save_tiny
 from tests.tiny_moes import MOE_FAMILIES

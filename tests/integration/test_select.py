@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import moesaic
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.cli import app as cli
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.moe import detect_moe
 from moesaic.loading import load
 from moesaic.selection import streaming

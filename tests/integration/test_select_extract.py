@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moesaic.checkpoint.source import open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.exporting.run import export
 from moesaic.families.moe import detect_moe
 from moesaic.loading import load

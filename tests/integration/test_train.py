@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic.errors import MoesaicError
-from moesaic.recipe import load_recipe
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import load_recipe
 from moesaic.routing.install import find_installation
 from moesaic.training import run as run_module
 from moesaic.training import state as state_module

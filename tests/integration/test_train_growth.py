@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 
 import moesaic
 from moesaic.checkpoint.provenance import write_provenance
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import load_recipe
 from moesaic.data.dataset import PackedDataset
 from moesaic.data.prepare import prepare
-from moesaic.errors import MoesaicError
 from moesaic.expansion.gradients import measure
 from moesaic.expansion.utility import FORMAT
-from moesaic.recipe import load_recipe
 from moesaic.training import growth_utility
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.run import train

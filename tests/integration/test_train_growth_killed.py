@@ -29,7 +29,7 @@ def run(recipe: dict[str, Any], out: Path, kill: tuple[str, int] | None) -> None
     """Train; die without warning at the n-th call of what `kill` names."""
     import torch
 
-    from moesaic.recipe import load_recipe
+    from moesaic.common.recipe import load_recipe
     from moesaic.training import growth, growth_run, state
     from moesaic.training import run as module
     from moesaic.training.recipe import TrainRecipe

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import moesaic
+from moesaic.common.recipe import load_recipe
 from moesaic.data.prepare import prepare
 from moesaic.data.validation import validation_sets
-from moesaic.recipe import load_recipe
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.run import train
 from moesaic.training.state import list_states

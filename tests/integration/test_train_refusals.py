@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import moesaic
-from moesaic.errors import MoesaicError
-from moesaic.recipe import load_recipe
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import load_recipe
 from moesaic.recipes import shipped_recipes
 from moesaic.training import run as run_module
 from moesaic.training.api import load_train_recipe

@@ -21,7 +21,7 @@ def run(recipe: dict[str, Any], out: Path, kill_after: int | None) -> None:
     """Train; die without warning at the `kill_after`-th of the moments that could tear something."""
     import torch
 
-    from moesaic.recipe import load_recipe
+    from moesaic.common.recipe import load_recipe
     from moesaic.training import metrics, running, state
     from moesaic.training import run as module
     from moesaic.training.recipe import TrainRecipe

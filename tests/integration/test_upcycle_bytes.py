@@ -241,7 +241,7 @@ def test_another_seed_gives_other_weights(sources, tmp_path, method):
 
 
 def test_the_written_recipe_gives_the_same_bytes(sources, tmp_path):
-    from moesaic.recipe import load_recipe
+    from moesaic.common.recipe import load_recipe
 
     folders = sources("llama")
     upcycle(recipe_for(folders, "divmoe"), tmp_path / "first", quiet=True)

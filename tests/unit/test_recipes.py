@@ -2,9 +2,9 @@
 
 import pytest
 
-from moesaic.errors import MoesaicError
-from moesaic.recipe import dump_recipe, load_recipe
-from moesaic.recipe_yaml import parse_yaml
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import dump_recipe, load_recipe
+from moesaic.common.yaml_text import parse_yaml
 from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.upcycling.choices import choose
 from moesaic.upcycling.methods import METHODS

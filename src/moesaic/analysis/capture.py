@@ -28,8 +28,8 @@ from moesaic.analysis.documents import Sample
 from moesaic.analysis.token_file import TokenFile, create_tokens, open_tokens
 from moesaic.checkpoint.output import require_disk
 from moesaic.checkpoint.pio import explained
-from moesaic.errors import MoesaicError
-from moesaic.progress import progress
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import progress
 from moesaic.selection.experts import find_blocks
 
 _HALF_MAX = 65504.0

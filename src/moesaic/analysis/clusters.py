@@ -20,8 +20,8 @@ from moesaic.analysis.capture import Capture
 from moesaic.analysis.components import Components, covariance, principal_components, write_unit_rows
 from moesaic.analysis.kmeans import SphericalClusters, gather, spherical_kmeans
 from moesaic.analysis.token_file import create_tokens
-from moesaic.errors import MoesaicError
-from moesaic.progress import progress
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import progress
 from moesaic.selection.measure import Scoring
 
 CLUSTERS = 32

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from moesaic.analysis.records import Entry
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_RECORDS = 1024

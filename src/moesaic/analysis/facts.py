@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from moesaic.analysis.inspection import ModelFacts
 from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.source import Checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.moe import MoEModel, detect_running
 from moesaic.families.moe_table import MOE_FAMILIES, family_of
 from moesaic.selection.source import describe, group_count

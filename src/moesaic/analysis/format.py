@@ -24,8 +24,8 @@ import numpy as np
 from moesaic.analysis.inspection import Document, ExpertCard, Inspection, Reader, Statistics
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.source import load_json
-from moesaic.errors import MoesaicError
-from moesaic.recipe import load_recipe, recipe_values
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import load_recipe, recipe_values
 
 FORMAT = "moesaic-inspection/1"
 

@@ -17,9 +17,9 @@ from moesaic.analysis.terminal import visible
 from moesaic.checkpoint.output import check_target, output_folder, require_disk
 from moesaic.checkpoint.provenance import VOCABULARY_FILES, side_files, versions
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
-from moesaic.errors import MoesaicError
-from moesaic.progress import amount
-from moesaic.recipe import recipe_values
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import amount
+from moesaic.common.recipe import recipe_values
 
 if TYPE_CHECKING:
     from moesaic.analysis.capture import RouterShape

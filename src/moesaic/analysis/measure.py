@@ -15,7 +15,7 @@ from moesaic.analysis.blocks import Block, blocks, router_probabilities
 from moesaic.analysis.capture import Capture
 from moesaic.analysis.documents import Sample
 from moesaic.analysis.vocabulary import Vocabulary
-from moesaic.progress import progress
+from moesaic.common.progress import progress
 from moesaic.routing.stats import RoutingStats, measure_stats
 from moesaic.routing.types import RoutingDecision
 from moesaic.selection.measure import Scoring

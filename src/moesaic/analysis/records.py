@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import notice, progress
 from moesaic.data.files import DataFile, find_files
 from moesaic.data.hub import PREFIX, read_hub, resolve_hub
 from moesaic.data.readers import Record, import_optional, read_records
 from moesaic.data.recipe import SourceRecipe
-from moesaic.errors import MoesaicError
-from moesaic.progress import notice, progress
 from moesaic.selection.calibration import domain_of, render
 
 DOMAIN_FIELD = "domain"

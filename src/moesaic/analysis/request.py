@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moesaic.analysis.documents import Choice
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 _COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?)([kMB]?)")
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}

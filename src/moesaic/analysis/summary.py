@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from moesaic.analysis.inspection import Inspection, level_name
-from moesaic.recipe import recipe_values
+from moesaic.common.recipe import recipe_values
 
 LAYER_FIGURES = (
     "entropy",

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from moesaic.checkpoint.pio import allocate, explained, read_into, write_all
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 
 class TokenFile:

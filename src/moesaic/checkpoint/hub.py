@@ -20,7 +20,7 @@ from moesaic.checkpoint.layout import INDEX_FILE, SINGLE_FILE
 from moesaic.checkpoint.pio import DISK_ERRORS
 from moesaic.checkpoint.provenance import SIDE_FILES
 from moesaic.checkpoint.source import collect, no_weights, shard_names
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 _SMALL_FILES = ["config.json", INDEX_FILE, *SIDE_FILES]
 """An allow-list: whatever else a repository holds (code, pickles, other formats) is never fetched."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moesaic.checkpoint.headers import DTYPE_BITS, MAX_HEADER_BYTES, tensor_bytes
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 """5 GB, as `save_pretrained` of transformers."""

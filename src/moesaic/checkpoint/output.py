@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from moesaic.checkpoint.pio import DISK_ERRORS, exchange, explained, io_error, rename_new, sync_path
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 _REPLACEABLE = ("config.json", "moesaic.json", "inspection.json")
 _LEFTOVER = re.compile(

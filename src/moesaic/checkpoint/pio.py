@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _FLUSH_ASYNC = 2  # SYNC_FILE_RANGE_WRITE: start writing dirty pages, do not wait

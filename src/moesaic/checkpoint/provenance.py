@@ -15,7 +15,7 @@ from typing import Any
 import moesaic
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.source import Checkpoint, file_inside, load_json
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 PROVENANCE_FILE = "moesaic.json"
 FORMAT = "moesaic/1"

@@ -13,7 +13,7 @@ from torch import Tensor
 from moesaic.checkpoint.buffers import POOL, SMALL_BYTES
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.pio import read_into
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,

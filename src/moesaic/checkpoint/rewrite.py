@@ -37,10 +37,10 @@ from moesaic.checkpoint.provenance import (
 from moesaic.checkpoint.scan import BLOCK_BYTES, refuse_nonfinite, scan
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter, Written
+from moesaic.common.progress import progress
+from moesaic.common.recipe import dump_recipe, recipe_values
+from moesaic.common.workers import default_workers
 from moesaic.modeling.names import modeling_file
-from moesaic.progress import progress
-from moesaic.recipe import dump_recipe, recipe_values
-from moesaic.workers import default_workers
 
 _SMALL_FILES_BYTES = 1 << 20
 """config.json, moesaic.json, recipe, card, code: a generous bound."""

@@ -17,7 +17,7 @@ import xxhash
 
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.pio import explained, read_into
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 BLOCK_BYTES = 512 << 10
 """Read, checked and hashed while it is in the cache; 256 KiB to 1 MiB measured within 20% of each other."""

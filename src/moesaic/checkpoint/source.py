@@ -8,7 +8,7 @@ from typing import Any
 
 from moesaic.checkpoint.headers import TensorInfo, read_header
 from moesaic.checkpoint.layout import INDEX_FILE, SINGLE_FILE
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[^@\s]+))?")
 

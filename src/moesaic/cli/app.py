@@ -30,7 +30,7 @@ from moesaic.cli import (
     verify,
 )
 from moesaic.cli.output import discard_stdout, flush, print_error
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 USER_ERROR = 2  # also what shells use for a wrong command line
 BUG = 1

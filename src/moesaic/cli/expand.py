@@ -9,11 +9,11 @@ from cyclopts import Parameter
 
 from moesaic.cli.options import DryRun, Json, Overwrite, Quiet
 from moesaic.cli.output import print_result
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import load_recipe
+from moesaic.common.workers import check_workers
 from moesaic.expansion import recipe as fields
 from moesaic.expansion.allocation import Allocation
-from moesaic.recipe import load_recipe
-from moesaic.workers import check_workers
 
 NAME = "expand"
 USAGE = """Usage: moesaic expand CKPT OUT --experts N [OPTIONS]

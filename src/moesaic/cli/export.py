@@ -7,8 +7,8 @@ from cyclopts import Parameter
 
 from moesaic.cli.options import Device, DryRun, Json, Overwrite, Quiet
 from moesaic.cli.output import print_result
+from moesaic.common.workers import check_workers
 from moesaic.exporting.recipe import DtypeName
-from moesaic.workers import check_workers
 
 NAME = "export"
 USAGE = "Usage: moesaic export CHECKPOINT OUT [--to FAMILY] [OPTIONS]"

@@ -6,9 +6,8 @@ from cyclopts import Parameter
 
 from moesaic.cli.options import Json
 from moesaic.cli.output import print_result
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError, suggest
 from moesaic.families.support import COLUMNS, YES, FamilySupport, support
-from moesaic.suggestions import suggest
 
 NAME = "families"
 USAGE = "Usage: moesaic families [FAMILY] [OPTIONS]"

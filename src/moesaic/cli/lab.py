@@ -8,7 +8,7 @@ from cyclopts import App, Parameter
 from moesaic.checkpoint.pio import check_file
 from moesaic.cli.options import DryRun, Json, Quiet
 from moesaic.cli.output import print_result
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 app = App(
     name="lab",

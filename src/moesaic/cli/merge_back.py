@@ -6,7 +6,7 @@ from cyclopts import Parameter
 
 from moesaic.cli.options import DryRun, Json, Overwrite, Quiet
 from moesaic.cli.output import print_result
-from moesaic.workers import check_workers
+from moesaic.common.workers import check_workers
 
 NAME = "merge-back"
 USAGE = "Usage: moesaic merge-back FULL SUBSET OUT [OPTIONS]"

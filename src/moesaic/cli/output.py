@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 
 def print_result(lines: Iterable[str], document: Mapping[str, Any], *, as_json: bool) -> None:

@@ -6,7 +6,7 @@ from cyclopts import Parameter
 
 from moesaic.cli.options import Json, Overwrite, Quiet
 from moesaic.cli.output import print_result
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 if TYPE_CHECKING:
     from moesaic.reporting.api import ReportResult

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from moesaic.checkpoint.pio import check_file
 from moesaic.cli.options import Json, Quiet, Seed
 from moesaic.cli.output import print_result
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.selection.request import EasyEpVariant, Method
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from cyclopts import Parameter
 
 from moesaic.cli.options import DryRun, Json, Overwrite, Quiet
 from moesaic.cli.output import print_result
-from moesaic.errors import MoesaicError
-from moesaic.recipe import load_recipe
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import load_recipe
+from moesaic.common.workers import check_workers
 from moesaic.upcycling import recipe as fields
-from moesaic.workers import check_workers
 
 NAME = "upcycle"
 USAGE = """Usage: moesaic upcycle BASE OUT --method METHOD [OPTIONS]

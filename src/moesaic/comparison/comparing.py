@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moesaic.common.errors import MoesaicError, suggest
 from moesaic.comparison.groups import Group, group
 from moesaic.comparison.growth import gap_table, jump_table, retention_table, tuning_table
 from moesaic.comparison.runs import load_run
 from moesaic.comparison.scoring import difference_table, score_table
 from moesaic.comparison.tables import Format, Table, render, to_json
-from moesaic.errors import MoesaicError
-from moesaic.suggestions import suggest
 
 
 @dataclass(frozen=True, kw_only=True)

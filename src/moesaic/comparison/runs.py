@@ -9,7 +9,7 @@ from typing import Any
 
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.provenance import PROVENANCE_FILE, read_provenance
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.evaluation.results import read_results
 
 METRICS_FILE = "metrics.jsonl"

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 CACHE_FORMAT = 1
 FILES = ("tokens.bin", "offsets.bin", "masked_from.bin", "masked_to.bin")

@@ -3,8 +3,8 @@
 import re
 from typing import TYPE_CHECKING, Any
 
+from moesaic.common.errors import MoesaicError
 from moesaic.data.samples import Sample
-from moesaic.errors import MoesaicError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,13 +4,13 @@ from collections import OrderedDict
 
 import numpy as np
 
+from moesaic.common.errors import MoesaicError
 from moesaic.data.batch import PackedBatch
 from moesaic.data.cache import open_cache
 from moesaic.data.packing import Layout, cut, fill
 from moesaic.data.prepare import PreparedData
 from moesaic.data.schedule import Schedule, integer_shares
 from moesaic.data.stream import DocumentStream
-from moesaic.errors import MoesaicError
 
 
 class PackedDataset:

@@ -9,10 +9,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from moesaic.common.errors import MoesaicError
 from moesaic.data.cache import Document
 from moesaic.data.chat import ChatRenderer
 from moesaic.data.samples import Sample
-from moesaic.errors import MoesaicError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,9 +7,9 @@ from typing import Literal
 
 import xxhash
 
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import Tick, notice, progress
 from moesaic.data.recipe import SourceRecipe
-from moesaic.errors import MoesaicError
-from moesaic.progress import Tick, notice, progress
 
 Format = Literal["jsonl", "parquet", "text"]
 SUFFIXES: dict[str, Format] = {

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from moesaic.common.errors import MoesaicError
 from moesaic.data.readers import Record, import_optional
-from moesaic.errors import MoesaicError
 
 PREFIX = "hf://"
 _REFERENCE = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[^:@]+))?(:(?P<first>[^:]+))?(:(?P<second>[^:]+))?")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from moesaic.common.errors import MoesaicError
 from moesaic.data.cache import TokenCache, cache_root, open_cache
 from moesaic.data.encode import Encoder
 from moesaic.data.recipe import DataRecipe
 from moesaic.data.tokenise import tokenise
-from moesaic.errors import MoesaicError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import Tick
 from moesaic.data.files import DataFile
-from moesaic.errors import MoesaicError
-from moesaic.progress import Tick
 
 READ_CHUNK = 1 << 16
 PARQUET_ROWS = 256

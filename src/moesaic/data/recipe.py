@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 FileFormat = Literal["auto", "jsonl", "parquet", "text"]
 SampleKind = Literal["text", "chat", "prompt", "tokens"]

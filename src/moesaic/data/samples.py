@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from moesaic.common.errors import MoesaicError
 from moesaic.data.readers import Record, missing_field
 from moesaic.data.recipe import SourceRecipe
-from moesaic.errors import MoesaicError
 
 RenderChat = Callable[[list[dict[str, Any]], str], list["Sample"]]
 

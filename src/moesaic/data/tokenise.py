@@ -9,6 +9,8 @@ from typing import Any
 
 import xxhash
 
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import Tick, notice, progress
 from moesaic.data.cache import CACHE_FORMAT, Document, TokenCache, open_cache, write_cache
 from moesaic.data.encode import Encoder
 from moesaic.data.files import DataFile, find_files, hash_files
@@ -16,8 +18,6 @@ from moesaic.data.hub import PREFIX, HubData, read_hub, resolve_hub
 from moesaic.data.readers import Record, read_records
 from moesaic.data.recipe import SourceRecipe
 from moesaic.data.samples import Sample, make_samples
-from moesaic.errors import MoesaicError
-from moesaic.progress import Tick, notice, progress
 
 # Enough for every core to have something to do, and little enough to hold (tokenised text takes about a hundred times
 # its size while the backend works on it).

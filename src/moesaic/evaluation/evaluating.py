@@ -8,7 +8,8 @@ from typing import Any
 
 from moesaic.checkpoint.pio import check_file
 from moesaic.checkpoint.source import open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import notice, warn
 from moesaic.evaluation import harness, perplexity
 from moesaic.evaluation.benchmark import Benchmark
 from moesaic.evaluation.benchmarks import BENCHMARKS
@@ -27,7 +28,6 @@ from moesaic.evaluation.results import (
 )
 from moesaic.evaluation.subsets import Subset, load_subsets
 from moesaic.evaluation.suites import Suite, load_suite
-from moesaic.progress import notice, warn
 
 DEFAULT_SEED = 1234
 """lm-eval's own, so that demonstrations are those of lm-eval called directly."""

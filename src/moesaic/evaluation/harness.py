@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.evaluation.benchmark import Benchmark
 from moesaic.evaluation.local import WHOLE, DataMissingError, HeldOut, LocalData
 from moesaic.selection.calibration import in_split

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import warn
 from moesaic.evaluation import harness, perplexity
 from moesaic.evaluation.benchmarks import BENCHMARKS, PERPLEXITY
 from moesaic.evaluation.local import (
@@ -19,7 +20,6 @@ from moesaic.evaluation.local import (
 from moesaic.evaluation.programs import check_isolation
 from moesaic.evaluation.subsets import Subset, Subsets
 from moesaic.evaluation.suites import TEXT_METRIC, Suite, SuiteTask
-from moesaic.progress import warn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
 """The 57 subjects of MMLU in 17 categories (EMO, appendix C; the grouping of Hendrycks et al. 2021). Torch-free."""
 
-from moesaic.errors import MoesaicError
-from moesaic.suggestions import suggest
+from moesaic.common.errors import MoesaicError, suggest
 
 CATEGORIES: dict[str, tuple[str, ...]] = {
     "biology": ("college_biology", "high_school_biology"),

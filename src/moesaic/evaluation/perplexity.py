@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import progress
 from moesaic.data.files import DataFile, find_files, hash_files
 from moesaic.data.readers import read_records
 from moesaic.data.recipe import SourceRecipe
-from moesaic.errors import MoesaicError
 from moesaic.evaluation.local import DataMissingError
 from moesaic.families.context import trained_context
-from moesaic.progress import progress
 from moesaic.routing.cross_entropy import IGNORED, token_losses
 from moesaic.training.validate import ratio_with_error
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 _ISOLATION_FAILED = 97  # exit status of the launcher
 

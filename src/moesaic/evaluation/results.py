@@ -15,7 +15,7 @@ from typing import Any
 from moesaic.checkpoint.pio import write_file
 from moesaic.checkpoint.provenance import fingerprint, read_provenance, versions
 from moesaic.checkpoint.source import Checkpoint, load_json, open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.evaluation.suites import Average, Suite
 from moesaic.families.moe import detect_moe
 from moesaic.selection.source import sample_hash

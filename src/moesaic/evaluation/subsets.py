@@ -8,9 +8,9 @@ import xxhash
 
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.source import Checkpoint
+from moesaic.common.errors import MoesaicError
 from moesaic.data.files import find_files
 from moesaic.data.recipe import SourceRecipe
-from moesaic.errors import MoesaicError
 from moesaic.evaluation.benchmarks import categories_of_selection
 from moesaic.evaluation.local import DataMissingError, HeldOut
 from moesaic.families.moe import detect_running

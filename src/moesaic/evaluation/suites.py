@@ -5,12 +5,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError, suggest
+from moesaic.common.recipe import load_recipe
+from moesaic.common.yaml_text import read_yaml
 from moesaic.evaluation import shipped_suites
 from moesaic.evaluation.benchmarks import BENCHMARKS, PERPLEXITY
-from moesaic.recipe import load_recipe
-from moesaic.recipe_yaml import read_yaml
-from moesaic.suggestions import suggest
 
 TASKS = (*BENCHMARKS, PERPLEXITY)
 TEXT_METRIC = "bits_per_byte"

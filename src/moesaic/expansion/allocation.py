@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 Allocation = Literal["greedy", "proportional", "sample"]
 

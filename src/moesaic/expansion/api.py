@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moesaic.common.recipe import load_recipe
+from moesaic.common.workers import check_workers
 from moesaic.expansion.recipe import ExpandRecipe
-from moesaic.recipe import load_recipe
-from moesaic.workers import check_workers
 
 if TYPE_CHECKING:
     from moesaic.expansion.result import ExpandResult

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.expansion.resolve import ExpandPlan
 from moesaic.expansion.targets import converted_config
 from moesaic.families.moe_table import EXPERT_COUNT_KEYS

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import progress
 from moesaic.data.documents import keeps_documents_apart
-from moesaic.errors import MoesaicError
 from moesaic.expansion.resolve import ExpandPlan
-from moesaic.progress import progress
 
 if TYPE_CHECKING:
     from moesaic.data.batch import PackedBatch

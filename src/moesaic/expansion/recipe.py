@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.expansion.allocation import Allocation
 
 UtilityName = Literal["gradient_norm", "gradient_squared", "saliency", "weight_norm", "approx_fisher", "uniform"]

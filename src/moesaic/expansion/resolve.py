@@ -8,7 +8,7 @@ from typing import Any
 from moesaic.checkpoint.layout import parse_size
 from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.expansion.allocation import allocate, evenly, sources_of
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.expansion.targets import Conversion, conversion_of

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moesaic.common.progress import amount
 from moesaic.expansion.resolve import ExpandPlan
 from moesaic.expansion.statement import Statement
-from moesaic.progress import amount
 
 
 @dataclass(frozen=True, kw_only=True)

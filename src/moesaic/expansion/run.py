@@ -5,13 +5,13 @@ from pathlib import Path
 
 from moesaic.checkpoint.output import check_target
 from moesaic.checkpoint.rewrite import check_space, rewrite
+from moesaic.common.progress import notice
 from moesaic.expansion.build import build, parameters
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.expansion.resolve import ExpandPlan, resolve
 from moesaic.expansion.result import ExpandResult
 from moesaic.expansion.statement import statement
 from moesaic.expansion.utility import UtilityTable, find_utilities, needs_model
-from moesaic.progress import notice
 
 
 def expand(

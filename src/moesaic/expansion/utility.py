@@ -12,13 +12,13 @@ from typing import Any
 
 from moesaic.checkpoint.provenance import source_record
 from moesaic.checkpoint.source import Checkpoint, load_json
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import progress
 from moesaic.expansion.gradients import ExpertGradients, expert_gradients, norms_of_stacks
 from moesaic.expansion.layers import LayerFile
 from moesaic.expansion.recipe import GRADIENT_UTILITIES
 from moesaic.expansion.resolve import ExpandPlan
 from moesaic.families.counting import beyond_depth
-from moesaic.progress import progress
 
 FORMAT = "moesaic-utility/1"
 _MATRICES = ("gate", "up", "down", "gate_up")

@@ -11,7 +11,7 @@ from moesaic.checkpoint.layout import OutputTensor
 from moesaic.checkpoint.pieces import ComputedTensor, NewTensor, whole
 from moesaic.checkpoint.reader import TORCH_DTYPES
 from moesaic.checkpoint.source import Checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.exporting.layouts import Expert, Spelling, expert_tensors, layouts_of
 from moesaic.exporting.natives import EMPTY_SHARED_WIDTH, NATIVE, NativeFamily
 from moesaic.exporting.parts import LayerParts, gate_up, layer_parts

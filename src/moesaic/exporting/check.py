@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
+from moesaic.common.progress import progress
 from moesaic.exporting.result import LogitCheck
 from moesaic.loading import load, pick_device
-from moesaic.progress import progress
 from moesaic.verifying.measure import run_logits
 from moesaic.verifying.text import random_tokens, read_text, tokens_for
 

@@ -12,7 +12,7 @@ from moesaic.checkpoint.headers import DTYPE_BITS
 from moesaic.checkpoint.layout import OutputTensor
 from moesaic.checkpoint.pieces import ComputedTensor, CopiedTensor, NewTensor, Put, Run, Work
 from moesaic.checkpoint.reader import TORCH_DTYPES
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.exporting.rows import read_run
 
 CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}

@@ -12,7 +12,7 @@ from typing import Any
 
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.source import Checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.exporting.layouts import Expert
 from moesaic.exporting.parts import LayerParts
 from moesaic.exporting.rows import Rows, part, stored

@@ -16,7 +16,9 @@ from moesaic.checkpoint.pieces import whole
 from moesaic.checkpoint.provenance import VOCABULARY_FILES, read_provenance, side_files, write_provenance
 from moesaic.checkpoint.rewrite import rewrite
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import notice, warn
+from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.exporting.assemble import refusal
 from moesaic.exporting.gguf_rules import GGUF
 from moesaic.exporting.natives import NATIVE
@@ -26,8 +28,6 @@ from moesaic.exporting.result import ExportResult, LogitCheck
 from moesaic.exporting.rules import PLAIN_TOP_K
 from moesaic.exporting.view import converts
 from moesaic.families.moe_table import MOE_FAMILIES
-from moesaic.progress import notice, warn
-from moesaic.recipe import dump_recipe, recipe_values
 
 FOLDER_VARIABLE = "MOESAIC_LLAMA_CPP"
 CONVERTER = "convert_hf_to_gguf.py"

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from moesaic.checkpoint.source import open_checkpoint
+from moesaic.common.progress import progress
 from moesaic.exporting.check import compare_logits, tokens_of
 from moesaic.exporting.result import LogitCheck
 from moesaic.loading import load
-from moesaic.progress import progress
 from moesaic.verifying.measure import run_logits
 
 RELATIVE = 5e-5

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moesaic.checkpoint.pieces import CopiedTensor
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.exporting.rows import Rows, joined, stacked, tensor
 
 LayoutName = Literal["input", "family", "per-expert", "fused"]

@@ -12,7 +12,8 @@ from moesaic.checkpoint.pieces import NewTensor
 from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.rewrite import Rewrite, original_experts
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import load_recipe
 from moesaic.exporting.assemble import choose, input_layout, native_tensors, our_tensors, refusal, relaid_tensors
 from moesaic.exporting.dtypes import CODES, cast_all
 from moesaic.exporting.natives import native_config
@@ -23,7 +24,6 @@ from moesaic.exporting.rules import ONE_PER_GROUP, PLAIN_TOP_K, config_routing, 
 from moesaic.exporting.view import OURS, View, view_of
 from moesaic.families.moe import MoEModel, detect_moe
 from moesaic.families.moe_table import MOE_FAMILIES
-from moesaic.recipe import load_recipe
 from moesaic.routing.config import RuleConfig
 
 _FAMILIES = (*MOE_FAMILIES,)

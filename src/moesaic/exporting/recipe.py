@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 TargetName = Literal[
     "auto", "moesaic", "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "flex_olmo", "granitemoeshared", "gguf"

@@ -7,13 +7,13 @@ from typing import Any
 
 from moesaic.checkpoint.output import check_target, scratch_folder
 from moesaic.checkpoint.rewrite import check_space, rewrite
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import warn
+from moesaic.common.recipe import load_recipe
 from moesaic.exporting.plan import ExportPlan, plan_export
 from moesaic.exporting.recipe import ExportRecipe
 from moesaic.exporting.result import ExportResult, LogitCheck
 from moesaic.exporting.view import view_of
-from moesaic.progress import warn
-from moesaic.recipe import load_recipe
 
 
 def export(

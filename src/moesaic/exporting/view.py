@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moesaic.checkpoint.source import Checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.expansion.targets import CONVERSIONS, REASONS, converted_config
 from moesaic.exporting.emo import emo_config, emo_layers
 from moesaic.exporting.layouts import Expert

@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any, NamedTuple
 
-from moesaic.errors import MoesaicError
-from moesaic.suggestions import suggest
+from moesaic.common.errors import MoesaicError, suggest
 
 ACTIVATIONS = frozenset(
     {

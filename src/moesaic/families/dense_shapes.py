@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.config_values import check_activation, check_rope, check_values
 from moesaic.families.dense_table import FAMILIES, WRAPPER_TEXT_TYPES, DenseFamily
 from moesaic.families.refusals import refuse_config

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moesaic.checkpoint.source import Checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.config_values import MOE_KINDS, check_values, require
 from moesaic.families.counting import beyond_depth
 from moesaic.families.moe_table import EXPERT_COUNT_KEYS, MOE_FAMILIES, MoEFamily, family_of, way_out

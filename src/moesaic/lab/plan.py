@@ -9,7 +9,7 @@ from typing import Any
 
 from moesaic.checkpoint.pio import explained, write_file
 from moesaic.checkpoint.source import load_json
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 PLAN_FILE = "plan.json"
 COMMANDS_FILE = "commands.sh"

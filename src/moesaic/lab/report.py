@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moesaic.checkpoint.pio import explained, write_file
+from moesaic.common.yaml_text import dump_yaml
 from moesaic.lab.claims import claims_table
 from moesaic.lab.experiments import EXPERIMENTS
 from moesaic.lab.plan import REPORT, Plan, Step, read_plan
@@ -13,7 +14,6 @@ from moesaic.lab.plots import learning_curves, retention
 from moesaic.lab.rows import Row, all_rows, curves, write_rows
 from moesaic.lab.step import cpu_seconds_file
 from moesaic.lab.tables import Table
-from moesaic.recipe_yaml import dump_yaml
 
 RESULTS_FILE = "results.jsonl"
 MARKDOWN_FILE = "report.md"

@@ -4,15 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError, suggest
+from moesaic.common.progress import notice
 from moesaic.lab.experiments import EXPERIMENTS
 from moesaic.lab.plan import Plan, check_folder, write_plan
 from moesaic.lab.report import MARKDOWN_FILE, RESULTS_FILE, find
 from moesaic.lab.scale import load_scale
 from moesaic.lab.workflow import require_snakemake, run_graph
 from moesaic.lab.writing import domains_of
-from moesaic.progress import notice
-from moesaic.suggestions import suggest
 
 
 @dataclass(frozen=True, kw_only=True)

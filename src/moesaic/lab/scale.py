@@ -7,9 +7,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal, get_args
 
-from moesaic.errors import MoesaicError
-from moesaic.recipe import load_recipe
-from moesaic.recipe_yaml import parse_yaml
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import load_recipe
+from moesaic.common.yaml_text import parse_yaml
 from moesaic.selection.request import METHODS, Method
 from moesaic.upcycling.layer_ranges import parse_layers
 

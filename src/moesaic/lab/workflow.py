@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from moesaic.checkpoint.pio import explained
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 SNAKEFILE = "Snakefile"
 _LOCK = "lock"

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moesaic.common.recipe import dump_recipe, load_recipe, recipe_values
+from moesaic.common.yaml_text import dump_yaml
 from moesaic.lab.plan import REPORT, Plan, Step
 from moesaic.lab.scale import DataScale, ModelScale, Scale, TrainScale
 from moesaic.lab.world import DOMAINS
-from moesaic.recipe import dump_recipe, load_recipe, recipe_values
-from moesaic.recipe_yaml import dump_yaml
 from moesaic.training.recipe import TrainRecipe
 
 PREPARE = "prepare"

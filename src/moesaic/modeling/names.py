@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 # model type of a dense base (all of moesaic.families.dense_table) -> the stem of its class names
 STEMS = {

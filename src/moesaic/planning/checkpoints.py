@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moesaic.checkpoint.source import Checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.config_values import DEPTH_KINDS, check_depth, check_values
 from moesaic.families.counting import Shapes, count_shapes, is_embedding, is_head, layer_of
 from moesaic.families.dense import detect

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moesaic.common.workers import default_workers
 from moesaic.families.counting import Shapes, count_shapes, is_embedding, layer_of
-from moesaic.workers import default_workers
 
 FLOPS_FORMULA = (
     "2 per weight of every active matrix (output head included, embedding lookup not) + per attention layer "

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesaic.checkpoint.source import Checkpoint, open_headers
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import load_recipe
+from moesaic.common.yaml_text import parse_yaml, read_yaml
 from moesaic.planning.checkpoints import plan_checkpoint
 from moesaic.planning.conversion import plan_upcycle
 from moesaic.planning.report import PlanReport
-from moesaic.recipe import load_recipe
-from moesaic.recipe_yaml import parse_yaml, read_yaml
 from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.upcycling.recipe import UpcycleRecipe
 

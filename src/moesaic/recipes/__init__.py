@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-from moesaic.errors import MoesaicError
-from moesaic.suggestions import suggest
+from moesaic.common.errors import MoesaicError, suggest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 from moesaic.analysis.format import read_inspection
 from moesaic.analysis.inspection import Inspection
 from moesaic.checkpoint.pio import write_file
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.reporting.inspections import inspected_models, model_payload, reader_payload
 from moesaic.reporting.packing import size
 from moesaic.reporting.page import render

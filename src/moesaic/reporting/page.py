@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from moesaic import __version__
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.reporting.packing import embed
 
 # In the order in which they are put together; the last one starts the page.

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from moesaic.checkpoint.pio import explained
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 METRICS_FILE = "metrics.jsonl"
 RECIPE_FILE = "recipe.yaml"

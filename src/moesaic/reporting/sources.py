@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from moesaic.analysis.format import is_inspection
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.reporting.runs import METRICS_FILE
 
 Kind = Literal["inspection", "run", "results"]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 RuleName = Literal["topk", "one_per_group", "document_pool"]
 PoolDraw = Literal["document_and_layer", "document"]

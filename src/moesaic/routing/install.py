@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.errors import MoesaicError
-from moesaic.recipe import load_recipe
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import load_recipe
 from moesaic.routing.config import RuleConfig
 from moesaic.routing.routers import RouterSettings, find_routers
 from moesaic.routing.rules import Rule, build_rule, decide

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.routing.config import GroupScore
 
 Weighting = Literal["selected", "all", "sigmoid"]

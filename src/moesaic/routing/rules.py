@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.modeling.modeling_moesaic import group_members, route_one_per_group, route_topk
 from moesaic.routing.config import RuleConfig
 from moesaic.routing.draws import draw_integers, fold_key

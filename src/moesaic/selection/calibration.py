@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from moesaic.common.errors import MoesaicError
 from moesaic.data.files import find_files
 from moesaic.data.readers import read_records
 from moesaic.data.recipe import SourceRecipe
-from moesaic.errors import MoesaicError
 from moesaic.evaluation.mmlu import category_of
 
 _FIELD = re.compile(r"\{(\w+)\}")

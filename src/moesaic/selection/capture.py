@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from moesaic.checkpoint.source import Checkpoint
+from moesaic.common.progress import progress
 from moesaic.families.moe import MoEModel
-from moesaic.progress import progress
 from moesaic.selection.experts import find_block, replaced_forward
 from moesaic.selection.measure import LayerSums, Scoring, observed
 from moesaic.selection.restriction import forward_cut

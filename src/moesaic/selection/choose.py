@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float64
 from numpy import ndarray
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.moe_table import MOE_FAMILIES, family_of
 from moesaic.selection.scorers import mix_domains
 from moesaic.selection.selection import Selection

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 _ROUTER_NAMES = ("gate", "router")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from moesaic.checkpoint.provenance import PROVENANCE_FILE, read_provenance
 from moesaic.checkpoint.source import Checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.selection.source import SourceModel, source_from_json
 
 Ids = tuple[tuple[int, ...], ...]

@@ -10,7 +10,7 @@ from moesaic.checkpoint.card import model_card
 from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.rewrite import Rewrite, RewriteResult, rewrite_unless_dry
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.moe import MoEModel, detect_running
 from moesaic.selection.lineage import Ids, find_lineage
 from moesaic.selection.merge_tensors import Merge, merged_tensors

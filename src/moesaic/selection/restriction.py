@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.modeling.modeling_moesaic import group_members
 from moesaic.selection.choose import check_counts
 from moesaic.selection.experts import MoEBlock, find_blocks

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from moesaic.checkpoint.provenance import read_provenance
-from moesaic.errors import MoesaicError
-from moesaic.recipe import load_recipe
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import load_recipe
 from moesaic.routing.config import RuleConfig
 
 INSTALLED = "_moesaic_router"

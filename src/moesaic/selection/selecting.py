@@ -8,10 +8,10 @@ import numpy as np
 
 from moesaic.checkpoint.pio import check_file
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import notice
 from moesaic.families.context import trained_context
 from moesaic.families.moe import MoEModel, detect_running
-from moesaic.progress import notice
 from moesaic.selection.calibration import Calibration, calibration_texts, domain_of, encode_texts
 from moesaic.selection.choose import best_experts, check_counts, parse_keep
 from moesaic.selection.request import METHODS, EasyEpVariant, Method, SelectRequest

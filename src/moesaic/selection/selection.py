@@ -10,7 +10,7 @@ from typing import Any
 
 from moesaic.checkpoint.pio import write_file
 from moesaic.checkpoint.source import load_json
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.selection.source import SourceModel, source_from_json
 
 FORMAT = "moesaic-selection/1"

@@ -10,7 +10,7 @@ import xxhash
 
 from moesaic.checkpoint.pio import explained, read_into
 from moesaic.checkpoint.source import Checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.moe import MoEModel
 
 _SAMPLE_BYTES = 4096

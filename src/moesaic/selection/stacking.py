@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moesaic.checkpoint.pio import explained, read_into
 from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
 from moesaic.checkpoint.source import Checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.moe import MoELayerTensors
 from moesaic.selection.slots import Slot, expert_slots
 

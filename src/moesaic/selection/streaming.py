@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from moesaic.checkpoint.reader import read_tensor
 from moesaic.checkpoint.source import Checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.moe import ROUTER_ROLES, detect_running
 from moesaic.loading import load_config
 from moesaic.selection.experts import find_block

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.recipe import load_recipe
-from moesaic.recipe_yaml import parse_yaml
+from moesaic.common.recipe import load_recipe
+from moesaic.common.yaml_text import parse_yaml
 from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.training.recipe import TrainRecipe
 

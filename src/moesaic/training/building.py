@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from moesaic.progress import notice
+from moesaic.common.progress import notice
 from moesaic.training.model import build_model
 from moesaic.training.optimizer import build_optimizer
 from moesaic.training.parallel import World

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from moesaic.common.recipe import dump_recipe
 from moesaic.families.counting import ParameterCount
-from moesaic.recipe import dump_recipe
 from moesaic.training.recipe import TrainRecipe
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from moesaic.errors import MoesaicError
-from moesaic.suggestions import suggest
+from moesaic.common.errors import MoesaicError, suggest
 from moesaic.training.recipe import ScratchModel
 from moesaic.training.scratch import scratch_config
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.pio import explained
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.training.recipe import TrainRecipe
 
 RECIPE_FILE = "recipe.yaml"

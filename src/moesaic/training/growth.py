@@ -28,13 +28,13 @@ from moesaic.checkpoint.reader import DTYPE_CODES
 from moesaic.checkpoint.rewrite import rewrite
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import recipe_values
 from moesaic.data.batch import PackedBatch
-from moesaic.errors import MoesaicError
 from moesaic.expansion.build import build
 from moesaic.expansion.resolve import ExpandPlan
 from moesaic.expansion.statement import statement
 from moesaic.families.moe import detect_moe
-from moesaic.recipe import recipe_values
 from moesaic.training.growth_check import as_keys, resolve_transition
 from moesaic.training.growth_utility import Found, find_utilities
 from moesaic.training.optimizer import MOMENTS

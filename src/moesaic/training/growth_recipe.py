@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.expansion.recipe import ExpandRecipe, Growth, UtilityName
 
 OptimizerState = Literal["reset", "copy", "scale"]

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import notice
+from moesaic.common.recipe import recipe_values
 from moesaic.expansion.measures import loss_jump
 from moesaic.expansion.result import copies_lines
-from moesaic.progress import notice
-from moesaic.recipe import recipe_values
 from moesaic.training.building import build_trainable
 from moesaic.training.growth import FOLDER, load_moments, write_grown
 from moesaic.training.growth_check import described, grown_plans

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moesaic.common.errors import MoesaicError
 from moesaic.data.batch import PackedBatch
-from moesaic.errors import MoesaicError
 from moesaic.expansion.gradients import ExpertGradients, norms_of_stacks
 from moesaic.expansion.utility import scores
 from moesaic.routing.cross_entropy import token_losses

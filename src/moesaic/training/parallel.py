@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.training.recipe import ParallelRecipe, Precision
 
 ResultT = TypeVar("ResultT")

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from moesaic.common.errors import MoesaicError
 from moesaic.data.recipe import DataRecipe
-from moesaic.errors import MoesaicError
 from moesaic.routing.config import RuleConfig
 from moesaic.training.growth_recipe import Transition, check_seed, positions
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from moesaic.common.progress import BAR_SECONDS, LINE_SECONDS, bar, duration, notice, on_terminal
 from moesaic.planning.costs import flops_per_token
-from moesaic.progress import BAR_SECONDS, LINE_SECONDS, bar, duration, notice, on_terminal
 from moesaic.routing.stats import busiest_share, dead_experts, load_entropy
 from moesaic.training.planning import PEAK_FLOPS
 from moesaic.training.recipe import Precision

@@ -18,10 +18,10 @@ from moesaic.checkpoint.provenance import copy_side_files, read_provenance, sour
 from moesaic.checkpoint.reader import DTYPE_CODES
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter
+from moesaic.common.recipe import recipe_values
 from moesaic.families.counting import count_shapes
 from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
-from moesaic.recipe import recipe_values
 from moesaic.training.card import model_card
 from moesaic.training.folder import remove
 from moesaic.training.model import TrainedModel

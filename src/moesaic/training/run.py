@@ -10,14 +10,14 @@ from pathlib import Path
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.source import open_checkpoint
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import notice
+from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.data.batch import PackedBatch
 from moesaic.data.dataset import PackedDataset
 from moesaic.data.prepare import prepare, refuse_untrainable
 from moesaic.data.validation import ValidationSet, validation_sets
-from moesaic.errors import MoesaicError
 from moesaic.loading import load_config, refuse_unknown_architecture
-from moesaic.progress import notice
-from moesaic.recipe import dump_recipe, recipe_values
 from moesaic.training.building import build_trainable
 from moesaic.training.drawing import refuse_unknown_keys
 from moesaic.training.folder import (

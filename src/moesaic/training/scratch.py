@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.modeling.names import class_names
 from moesaic.training.recipe import MoEShape, ScratchModel
 from moesaic.upcycling.layer_ranges import parse_layers

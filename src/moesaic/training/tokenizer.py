@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.loading import load_tokenizer
 from moesaic.training.recipe import TrainRecipe
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 
 def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:

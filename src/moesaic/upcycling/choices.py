@@ -5,7 +5,7 @@ N specialists, M shards, E experts, K active, I and F intermediate sizes of an e
 
 from dataclasses import dataclass
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.upcycling.method import ExpertSpec, Method
 from moesaic.upcycling.methods import METHODS
 from moesaic.upcycling.recipe import RouterInit, RoutingRule, Scale, SharedWeights, UpcycleRecipe, Weighting

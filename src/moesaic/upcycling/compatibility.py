@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.source import file_inside, load_json
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.dense import DenseModel
 
 _MEANINGLESS = frozenset(

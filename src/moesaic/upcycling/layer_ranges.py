@@ -2,7 +2,7 @@
 
 import re
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 _HELP = "write all, every:2 (layers i with i+1 divisible by 2) or zero-based numbers and ranges such as 1-10,12"
 

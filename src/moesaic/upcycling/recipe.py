@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 MethodName = Literal["scratch", "sparse", "drop", "virtual_group", "btx", "divmoe"]
 RoutingRule = Literal["topk", "one_per_group"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from moesaic.checkpoint.layout import parse_size, plan_files
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.dense import DenseModel, detect
 from moesaic.upcycling.choices import Choices, choose
 from moesaic.upcycling.compatibility import compare

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moesaic.common.progress import amount
 from moesaic.families.counting import count_shapes
-from moesaic.progress import amount
 from moesaic.upcycling.layout import UpcyclePlan
 from moesaic.upcycling.statement import Statement
 

@@ -16,9 +16,10 @@ from moesaic.checkpoint.provenance import (
 from moesaic.checkpoint.rewrite import one_thread_per_job, run_jobs, source_records
 from moesaic.checkpoint.scan import scan
 from moesaic.checkpoint.writer import CheckpointWriter, Written
+from moesaic.common.progress import notice, progress
+from moesaic.common.recipe import dump_recipe, recipe_values
+from moesaic.common.workers import default_workers
 from moesaic.modeling.names import modeling_file
-from moesaic.progress import notice, progress
-from moesaic.recipe import dump_recipe, recipe_values
 from moesaic.upcycling.card import model_card
 from moesaic.upcycling.jobs import jobs
 from moesaic.upcycling.layout import UpcyclePlan
@@ -28,7 +29,6 @@ from moesaic.upcycling.resolve import resolve
 from moesaic.upcycling.result import UNREAD, UpcycleResult, config_text
 from moesaic.upcycling.statement import Statement, statement
 from moesaic.upcycling.stream import Target
-from moesaic.workers import default_workers
 
 _SMALL_FILES_BYTES = 1 << 20
 """config.json, moesaic.json, recipe, card, code: a generous bound."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
 from moesaic.checkpoint.scan import has_nonfinite
 from moesaic.checkpoint.writer import CheckpointWriter
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.dense import RowRange
 from moesaic.upcycling.sources import row_blocks
 

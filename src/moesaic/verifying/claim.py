@@ -7,11 +7,11 @@ from typing import Any
 
 from moesaic.checkpoint.provenance import PROVENANCE_FILE, fingerprint, read_provenance
 from moesaic.checkpoint.source import Checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import notice
+from moesaic.common.recipe import load_recipe
 from moesaic.families.dense import DenseModel
 from moesaic.families.shapes import MOE_PREFIX
-from moesaic.progress import notice
-from moesaic.recipe import load_recipe
 from moesaic.upcycling.choices import LayerSpec, choose
 from moesaic.upcycling.recipe import UpcycleRecipe
 from moesaic.upcycling.statement import Code, statement

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.source import Checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import progress
 from moesaic.loading import load
-from moesaic.progress import progress
 from moesaic.verifying.claim import other_weights
 from moesaic.verifying.measure import run_logits
 from moesaic.verifying.report import Check

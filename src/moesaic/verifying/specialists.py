@@ -6,7 +6,7 @@ from typing import Any
 from moesaic.checkpoint.provenance import PROVENANCE_FILE, fingerprint, weights_hash
 from moesaic.checkpoint.scan import scan
 from moesaic.checkpoint.source import open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.dense import DenseModel, detect
 from moesaic.verifying.claim import Claim
 

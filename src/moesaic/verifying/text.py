@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moesaic.checkpoint.provenance import TOKENIZER_FILES, side_files
 from moesaic.checkpoint.source import Checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.loading import load_tokenizer
 
 if TYPE_CHECKING:

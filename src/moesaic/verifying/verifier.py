@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import progress
 from moesaic.families.dense import DenseModel, detect
 from moesaic.loading import load
-from moesaic.progress import progress
 from moesaic.verifying.checks import checks_for
 from moesaic.verifying.claim import Claim, other_weights, read_claim
 from moesaic.verifying.expanded import ExpandedReport, is_expanded, verify_expanded

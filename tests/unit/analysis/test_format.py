@@ -9,7 +9,7 @@ import pytest
 
 from moesaic.analysis.format import read_inspection
 from moesaic.analysis.inspection import Inspection
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from tests.tiny_inspection import NASTY, tiny_inspection, write_tiny_inspection
 
 

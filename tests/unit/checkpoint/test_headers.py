@@ -11,7 +11,7 @@ from safetensors.torch import load, load_file, save
 from moesaic.checkpoint.headers import DTYPE_BITS, MAX_HEADER_BYTES, TensorInfo, read_header, tensor_bytes
 from moesaic.checkpoint.layout import OutputTensor, plan_files
 from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from tests.tiny_files import entry, raw_safetensors
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20).filter(lambda n: n != "__metadata__")

@@ -17,7 +17,7 @@ from tests.fake_hub import COMMIT, FakeHub, serve
 CLIENT = """
 import json, sys
 from moesaic.checkpoint.source import open_checkpoint, open_headers
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 for verb, ref in json.loads(sys.argv[1]):
     try:

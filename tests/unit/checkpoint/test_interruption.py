@@ -18,7 +18,7 @@ from moesaic.checkpoint.output import output_folder
 from moesaic.checkpoint.provenance import fingerprint, read_provenance, write_provenance
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from tests.tiny_files import fork, result_of
 
 ROWS, COLUMNS = 64, 4096

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesaic.checkpoint.layout import DEFAULT_SHARD_SIZE, OutputTensor, parse_size, plan_files
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 
 def bf16(name: str, *shape: int) -> OutputTensor:

@@ -11,7 +11,7 @@ import pytest
 
 from moesaic.checkpoint import output, pio
 from moesaic.checkpoint.output import output_folder, require_disk
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from tests.tiny_files import in_child
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from moesaic.checkpoint import pio
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 
 def test_a_file_is_written_with_its_folders(tmp_path):

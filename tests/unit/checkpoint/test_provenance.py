@@ -22,7 +22,7 @@ from moesaic.checkpoint.provenance import (
 )
 from moesaic.checkpoint.scan import scan
 from moesaic.checkpoint.source import open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from tests.tiny_files import checkpoint_folder
 
 SIDE = {

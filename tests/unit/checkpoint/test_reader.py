@@ -8,7 +8,7 @@ import torch
 from moesaic.checkpoint.buffers import BufferPool
 from moesaic.checkpoint.headers import TensorInfo, read_header
 from moesaic.checkpoint.reader import DTYPE_CODES, TORCH_DTYPES, read_tensor
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from tests.tiny_files import write_tensors
 
 LARGE = torch.arange(600_000, dtype=torch.float32).reshape(600, 1000)  # takes the pool's way

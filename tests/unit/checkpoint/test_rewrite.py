@@ -12,7 +12,7 @@ from moesaic.checkpoint.pieces import ComputedTensor, Work, concatenated, gap, s
 from moesaic.checkpoint.provenance import fingerprint, read_provenance
 from moesaic.checkpoint.rewrite import Rewrite, original_experts, rewrite
 from moesaic.checkpoint.source import open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from tests.tiny_files import checkpoint_folder
 
 

@@ -6,7 +6,7 @@ import xxhash
 
 from moesaic.checkpoint.headers import read_header
 from moesaic.checkpoint.scan import BLOCK_BYTES, has_nonfinite, scan
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from tests.tiny_files import write_tensors
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

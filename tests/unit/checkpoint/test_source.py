@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moesaic.checkpoint.source import open_checkpoint, open_headers
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from tests.tiny_files import checkpoint_folder, raw_safetensors, write_tensors
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -15,7 +15,7 @@ from moesaic.checkpoint.provenance import fingerprint
 from moesaic.checkpoint.scan import HASH, scan
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter, Written
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from tests.tiny_files import checkpoint_folder
 
 TENSORS = {

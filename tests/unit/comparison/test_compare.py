@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from moesaic.cli.app import run
+from moesaic.common.errors import MoesaicError
 from moesaic.comparison.comparing import Comparison, compare
-from moesaic.errors import MoesaicError
 from moesaic.expansion.measures import Interval, gap_closure
 from tests.unit.comparison.runs import average, results, task, training
 

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from moesaic.common.errors import MoesaicError
 from moesaic.data.chat import ChatRenderer
 from moesaic.data.encode import Encoder
 from moesaic.data.readers import Record
 from moesaic.data.recipe import SourceRecipe
 from moesaic.data.samples import make_samples
-from moesaic.errors import MoesaicError
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

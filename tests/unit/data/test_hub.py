@@ -3,11 +3,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from moesaic.common.errors import MoesaicError
 from moesaic.data.encode import Encoder
 from moesaic.data.hub import HubData, resolve_hub
 from moesaic.data.recipe import SourceRecipe
 from moesaic.data.tokenise import tokenise
-from moesaic.errors import MoesaicError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

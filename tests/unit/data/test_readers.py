@@ -8,10 +8,10 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from moesaic.common.errors import MoesaicError
 from moesaic.data.files import DataFile, find_files, hash_files
 from moesaic.data.readers import READ_CHUNK, read_records
 from moesaic.data.recipe import SourceRecipe
-from moesaic.errors import MoesaicError
 
 RECORDS = [{"text": f"Näme {index}" + "x" * (index * 37 % 500), "n": index} for index in range(700)]
 PLAIN = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS).encode()

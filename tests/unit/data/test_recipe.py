@@ -3,9 +3,9 @@ import sys
 
 import pytest
 
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import dump_recipe, load_recipe
 from moesaic.data.recipe import DataRecipe, SourceRecipe
-from moesaic.errors import MoesaicError
-from moesaic.recipe import dump_recipe, load_recipe
 
 WHOLE = {
     "sequence_length": 4096,

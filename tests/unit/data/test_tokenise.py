@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moesaic.common.errors import MoesaicError
 from moesaic.data import tokenise as module
 from moesaic.data.cache import Document, cache_root, open_cache, write_cache
 from moesaic.data.encode import Encoder
 from moesaic.data.prepare import prepare
 from moesaic.data.recipe import DataRecipe, SourceRecipe
 from moesaic.data.tokenise import tokenise
-from moesaic.errors import MoesaicError
 
 TEXTS = [f"The quick brown fox {index} jumps" + " over" * (index % 40) for index in range(500)]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.evaluation.benchmarks import BENCHMARKS
 from moesaic.evaluation.local import DataMissingError, HeldOut, find_split, read_local
 from moesaic.selection.calibration import in_split

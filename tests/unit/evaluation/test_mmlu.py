@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.evaluation.mmlu import CATCH_ALL, CATEGORIES, PRO_CATEGORIES, SUBJECTS, category_of
 
 # Questions in the test split of these subjects (../shared/data/evals has 22 of the 57), and the test sets that table 4

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.evaluation.perplexity import held_out_files, read_documents
 
 

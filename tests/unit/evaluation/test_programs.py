@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.evaluation import programs
 from moesaic.evaluation.programs import ProgramLimits, check_isolation, humaneval_results, mbpp_results, passes
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.evaluation.benchmarks import BENCHMARKS
 from moesaic.evaluation.suites import load_suite, shipped
 

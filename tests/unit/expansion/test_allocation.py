@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.expansion.allocation import RULES, allocate, evenly, greedy, largest_target, proportional, sources_of
 
 UTILITIES = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=5)

@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moesaic.checkpoint.source import open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.config_values import ACTIVATIONS, ROPE_NEEDS
 from moesaic.families.dense import detect
 from moesaic.families.dense_shapes import text_config

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.counting import count_shapes, is_routed
 from moesaic.families.dense_table import FAMILIES
 from moesaic.planning import count_parameters

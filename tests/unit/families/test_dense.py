@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForConditionalG
 
 from moesaic.checkpoint.reader import read_tensor
 from moesaic.checkpoint.source import open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.dense import detect
 from moesaic.families.dense_table import FAMILIES
 from tests.tiny_models import BASES, BASES_WITH_MLP_BIAS, save_tiny

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moesaic.checkpoint.source import open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.moe import detect_moe
 from tests.tiny_models import tiny_moe_model
 from tests.tiny_moes import EXPERTS, MOE_FAMILIES, TOP_K, save_tiny_moe, tiny_moe

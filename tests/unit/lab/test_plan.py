@@ -8,15 +8,15 @@ from typing import get_args
 import pytest
 
 from moesaic.cli.app import run
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import load_recipe
+from moesaic.common.yaml_text import dump_yaml, parse_yaml
 from moesaic.lab.experiments import EXPERIMENTS
 from moesaic.lab.plan import Plan, Step, read_plan, write_plan
 from moesaic.lab.report import find
 from moesaic.lab.run import run_experiment
 from moesaic.lab.scale import SCALES, EmoVariant, load_scale
 from moesaic.lab.writing import steps_of
-from moesaic.recipe import load_recipe
-from moesaic.recipe_yaml import dump_yaml, parse_yaml
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.schedule import learning_rate
 

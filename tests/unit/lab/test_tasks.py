@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.lab.tasks.pools import violations
 from moesaic.lab.tasks.prepare import Prepare, texts_of
 from moesaic.lab.tasks.prepare import run as prepare

@@ -1,7 +1,7 @@
 import pytest
 
 import moesaic  # noqa: F401
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.modeling import class_names, modeling_file
 from moesaic.modeling.names import STEMS
 from tests.tiny_models import BASES, tiny_moe_config

@@ -9,12 +9,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moesaic.checkpoint.layout import OutputTensor, plan_files
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.yaml_text import parse_yaml
 from moesaic.families.shapes import config_shapes
 from moesaic.planning import PlanReport, plan
 from moesaic.planning.planner import RECIPES
 from moesaic.planning.report import duration, number, size
-from moesaic.recipe_yaml import parse_yaml
 from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
 

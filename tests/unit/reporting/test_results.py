@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.reporting.results import results_payload
 from tests.tiny_report import results_document, write_results
 

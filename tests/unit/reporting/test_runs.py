@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.reporting import runs
 from moesaic.reporting.runs import read_run
 from tests.tiny_report import write_run

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.selection.calibration import Calibration, calibration_texts, categories, encode_texts, in_split, render
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.loading import load
 from moesaic.routing.config import RuleConfig
 from moesaic.routing.install import install

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.selection.choose import best_experts, check_counts, parse_keep, union_selections
 from moesaic.selection.selection import Selection, compare_selections, load_selection, save_selection
 from moesaic.selection.source import SourceModel

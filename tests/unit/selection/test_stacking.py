@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moesaic.checkpoint.source import open_checkpoint
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.families.moe import detect_moe
 from moesaic.loading import load
 from moesaic.selection.experts import find_block, run_experts

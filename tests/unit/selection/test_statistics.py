@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.selection.scorers import mix_domains, routing_mass, score, score_random
 from moesaic.selection.source import SourceModel
 from moesaic.selection.statistics import (

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.errors import MoesaicError
-from moesaic.recipe import load_recipe
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import load_recipe
 from moesaic.training import folder as folder_module
 from moesaic.training.folder import clear_folder, list_states, refuse_content, refuse_overlap
 from moesaic.training.recipe import TrainRecipe

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import dump_recipe, load_recipe
+from moesaic.common.yaml_text import parse_yaml
 from moesaic.expansion.build import build
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.expansion.resolve import resolve
-from moesaic.recipe import dump_recipe, load_recipe
-from moesaic.recipe_yaml import parse_yaml
 from moesaic.training.growth_check import as_keys, grown
 from moesaic.training.growth_recipe import Transition, positions
 from moesaic.training.recipe import TrainRecipe

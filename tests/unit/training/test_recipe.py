@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from moesaic.errors import MoesaicError
-from moesaic.recipe import dump_recipe, load_recipe
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import dump_recipe, load_recipe
 from moesaic.training.recipe import TrainRecipe
 
 FROM_THE_ISSUE = """

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from moesaic.common.recipe import load_recipe
 from moesaic.data.batch import PackedBatch
-from moesaic.recipe import load_recipe
 from moesaic.routing.install import install
 from moesaic.training.model import TrainedModel
 from moesaic.training.optimizer import build_optimizer, decays

@@ -1,6 +1,6 @@
 import pytest
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.upcycling.layer_ranges import parse_layers
 
 

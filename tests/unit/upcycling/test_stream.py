@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.upcycling.stream import StoppedError, Target
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.verifying.text import MAX_TOKENS, default_text, random_tokens, read_text, text_tokens
 
 

@@ -9,6 +9,7 @@ would learn nothing); fine ones use M shards of N*M, with a softmax over the sel
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from moesaic.common.yaml_text import dump_yaml
 from moesaic.lab.experiments.divmoe_tables import tables
 from moesaic.lab.plan import Plan, Step
 from moesaic.lab.rows import ROWS
@@ -24,7 +25,6 @@ from moesaic.lab.writing import (
     task_file,
     train_step,
 )
-from moesaic.recipe_yaml import dump_yaml
 
 __all__ = ["NAME", "plan", "tables"]
 

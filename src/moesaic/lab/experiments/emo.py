@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from moesaic.common.yaml_text import dump_yaml
 from moesaic.lab.experiments.emo_tables import nearest_to_5, tables
 from moesaic.lab.plan import Plan, Step
 from moesaic.lab.rows import ROWS
@@ -20,7 +21,6 @@ from moesaic.lab.writing import (
     train_file,
     train_step,
 )
-from moesaic.recipe_yaml import dump_yaml
 
 __all__ = ["NAME", "plan", "tables"]
 

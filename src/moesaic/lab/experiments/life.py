@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
+from moesaic.common.yaml_text import dump_yaml
 from moesaic.lab.experiments.divmoe import dense_stages, fits, upcycle_command
 from moesaic.lab.experiments.life_tables import tables
 from moesaic.lab.plan import Plan, Step
@@ -26,7 +27,6 @@ from moesaic.lab.writing import (
     train_file,
     train_step,
 )
-from moesaic.recipe_yaml import dump_yaml
 
 __all__ = ["NAME", "plan", "tables"]
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 import moesaic
+from moesaic.common.recipe import load_recipe
 from moesaic.data.dataset import PackedDataset
 from moesaic.data.prepare import prepare
 from moesaic.lab.rows import Row
 from moesaic.loading import load_tokenizer
-from moesaic.recipe import load_recipe
 from moesaic.routing.install import routing_context
 from moesaic.routing.types import RoutingContext, RoutingDecision
 from moesaic.training.recipe import TrainRecipe

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moesaic.checkpoint.pio import write_file
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 from moesaic.lab.world import write_world
 from moesaic.lab.writing import TOKENIZER, train_file, valid_file
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from moesaic.common.recipe import load_recipe
 from moesaic.lab.rows import write_rows
 from moesaic.lab.tasks import accuracy, inspected, measure, pools, prepare, subsets
-from moesaic.recipe import load_recipe
 
 _TASKS: Mapping[str, tuple[type, Callable[[Any], Any]]] = {
     "prepare": (prepare.Prepare, prepare.run),

@@ -18,9 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from moesaic.errors import MoesaicError
-from moesaic.recipe_yaml import apply_override, dump_yaml, read_yaml
-from moesaic.suggestions import suggest
+from moesaic.common.errors import MoesaicError, suggest
+from moesaic.common.yaml_text import apply_override, dump_yaml, read_yaml
 
 RecipeT = TypeVar("RecipeT")
 

@@ -2,7 +2,7 @@
 
 import os
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 MOST_WORKERS = 8
 """More threads than this wait for the disk."""

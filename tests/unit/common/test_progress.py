@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from moesaic import progress as module
-from moesaic.progress import amount, duration, notice, progress, status, warn
+from moesaic.common import progress as module
+from moesaic.common.progress import amount, duration, notice, progress, status, warn
 
 
 class Clock:

@@ -1,7 +1,14 @@
-"""Nearest known names for error messages."""
+"""The one exception that users see, and the nearest known name for its message."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+
+class MoesaicError(ValueError):
+    """A mistake in the input: one line that names the file, key or flag and the way out.
+
+    The command line prints the message without a traceback and exits with status 2.
+    """
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.errors import MoesaicError
-from moesaic.recipe import dump_recipe, load_recipe
-from moesaic.recipe_yaml import dump_yaml, parse_yaml
+from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import dump_recipe, load_recipe
+from moesaic.common.yaml_text import dump_yaml, parse_yaml
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from moesaic.errors import MoesaicError
+from moesaic.common.errors import MoesaicError
 
 _TAG = "tag:yaml.org,2002:"
 _WORDS = {
