@@ -8,16 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moesaic.common.errors import MoesaicError
-from moesaic.families.config_values import check_depth
-from moesaic.families.dense_shapes import (
-    EMBEDDINGS,
-    HEAD,
-    ffn_shapes,
-    has_ffn_bias,
-    is_tied,
-    other_shapes,
-    text_config,
-)
+from moesaic.families.config_values import check_depth, text_config
+from moesaic.families.dense_table import EMBEDDINGS, HEAD, ffn_shapes, has_ffn_bias, is_tied, other_shapes
 
 if TYPE_CHECKING:
     from moesaic.checkpoint.headers import TensorInfo
