@@ -1,11 +1,11 @@
 """The golden commands: small runs of every verb, method, family and layout, and a hash of every file they leave.
 
-    python -m tests.golden.commands FOLDER [computed]     # run here; prints {command: {file: hash}} as JSON
-    python -m tests.golden.record                         # write hashes.json (after a wanted change; name it in the commit)
-    python -m tests.golden.compare COMMIT                 # run both lists with COMMIT's code and this one's, and compare
+    python -m tests.golden.commands FOLDER [computed]   # run here; prints {command: {file: hash}} as JSON
+    python -m tests.golden.record                       # write hashes.json: after a wanted change, named in the commit
+    python -m tests.golden.compare COMMIT               # run all with COMMIT's code and with this one's, and compare
 
-`MOVED` are verbs that move bytes: the same files on every machine, so `hashes.json` has them. `COMPUTED` are verbs whose
-last bits depend on the processor: old and new code are compared on one machine. Times, versions and the copy of
+`MOVED` are verbs that move bytes: the same files on every machine, so `hashes.json` has them. `COMPUTED` are verbs
+whose last bits depend on the processor: old and new code are compared on one machine. Times, versions and the copy of
 modeling_moesaic.py (it is the package's own file) are left out; paths are relative to the folder of the run.
 """
 
@@ -48,7 +48,8 @@ def _moved() -> dict[str, str]:
         "btx": f"upcycle base OUT --method btx {_SPECIALISTS} --dtype bfloat16",
         "divmoe": f"upcycle base OUT --method divmoe {_SPECIALISTS} --shard-size 40KB",
         "divmoe-random": f"upcycle base OUT --method divmoe {_SPECIALISTS} --router-init random --shards 3 --top-k 2",
-        "divmoe-layer": f"upcycle base OUT --method divmoe {_SPECIALISTS} --layers 1 --shared-weights random-specialist",
+        "divmoe-layer": f"upcycle base OUT --method divmoe {_SPECIALISTS} --layers 1 "
+        "--shared-weights random-specialist",
         "divmoe-base": f"upcycle base OUT --method divmoe {_SPECIALISTS} --shared-weights base --routing topk",
         "reinit": "upcycle base OUT --method scratch --experts 4 --shared-weights reinit",
         "with-biases": "upcycle biases OUT --method virtual_group --experts 4 --shards 2 --shared-experts 1",
@@ -116,7 +117,7 @@ def _computed() -> dict[str, str]:
         "verified-groups": "verify base divmoe",
         "verified-grown": "verify drop grown-exact",
         "compared": "compare trained trained-pools --baseline trained",
-        "reported": "report inspected trained evaluated OUT",
+        "reported": "report inspected evaluated OUT",
         "generated": "generate trained abc --max-new-tokens 5",
     }
 
@@ -127,8 +128,11 @@ _SUFFIXES = {"choice": "", "reported": ".html", "evaluated": ".json", "held-out"
 
 def write_sources(folder: Path) -> None:
     """Dense models, mixtures of experts, text and recipes; everything in `folder`."""
+    import torch
+
     from tests.tiny_evals import write_evals
 
+    torch.manual_seed(0)  # what the tiny models don't draw themselves
     save_tokenizer(save_tiny(folder / "base", "llama"))
     for seed, name in enumerate(("math", "code"), start=1):
         save_tokenizer(save_tiny(folder / name, "llama", seed=seed))

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.golden.record import HASHES, moved_hashes
 @pytest.fixture
 def here():
     """`run_all` changes into the folder of the run."""
-    before = os.getcwd()
+    before = Path.cwd()
     yield
     os.chdir(before)
 
