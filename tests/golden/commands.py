@@ -29,7 +29,7 @@ _TIMES = re.compile(r"\b\d[\d,.]* ?(s|ms|seconds|min|minutes|h|tokens/s|MB/s)\b"
 _UNHASHED = {"modeling_moesaic.py"}
 _STACKED_ONLY = ("gpt_oss",)
 _WITHOUT_PER_EXPERT = ("granitemoe", "granitemoeshared")
-_GROUPED = {"deepseek_v3": {"n_routed_experts": 16}, "glm4_moe": {"n_routed_experts": 16}}
+_GROUPED: dict[str, dict[str, Any]] = {"deepseek_v3": {"n_routed_experts": 16}, "glm4_moe": {"n_routed_experts": 16}}
 """Families that choose groups of experts first: each group keeps at least two."""
 _SPECIALISTS = "--specialist math=math --specialist code=code"
 
