@@ -9,13 +9,13 @@ from moesaic.checkpoint.layout import parse_size
 from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.common.seeds import key
 from moesaic.expansion.allocation import allocate, evenly, sources_of
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.families.counting import beyond_depth
 from moesaic.families.family import DenseTwin
 from moesaic.families.moe import MoEModel, detect_moe
 from moesaic.modeling.names import conversion_of
-from moesaic.upcycling.streams import stream_key
 
 Utilities = Mapping[int, tuple[float, ...]]
 """Layer -> utility of each expert."""
@@ -122,7 +122,7 @@ class ExpandPlan:
                 f"{self.checkpoint.name}: the utilities of all experts of layer {layer} are 0 "
                 f"({self.recipe.utility or self.recipe.utility_from}); use other calibration text, or --utility uniform"
             )
-        rng = random.Random(stream_key(self.recipe.seed, "expand", layer, "allocation"))
+        rng = random.Random(key(self.recipe.seed, "expand", layer, "allocation"))
         return allocate(utilities, self.added, cap=self.recipe.cap, rule=self.recipe.allocation, rng=rng, groups=groups)
 
 

@@ -14,7 +14,7 @@ from moesaic.families.dense import DenseModel
 from moesaic.families.family import MOE_PREFIX
 from moesaic.upcycling.choices import LayerSpec, choose
 from moesaic.upcycling.recipe import UpcycleRecipe
-from moesaic.upcycling.statement import Code, statement
+from moesaic.upcycling.result import Code, statement
 
 
 @dataclass(frozen=True, kw_only=True)
