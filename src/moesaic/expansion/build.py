@@ -10,8 +10,10 @@ from torch import Tensor
 from moesaic.checkpoint import card
 from moesaic.checkpoint.layout import OutputTensor, parse_size
 from moesaic.checkpoint.pieces import ComputedTensor, NewTensor, Put, Work, slot_tensor, whole
+from moesaic.checkpoint.provenance import original_experts
 from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
-from moesaic.checkpoint.rewrite import Rewrite, original_experts
+from moesaic.checkpoint.rewrite import Rewrite
+from moesaic.common.seeds import generator
 from moesaic.expansion.config import grown_config
 from moesaic.expansion.layers import LayerFile
 from moesaic.expansion.operators import EXPERT_OPERATORS, ROUTER_OPERATORS
@@ -21,7 +23,6 @@ from moesaic.expansion.statement import Statement, statement
 from moesaic.families.counting import count_shapes
 from moesaic.families.moe import ExpertTensor, MoELayerTensors
 from moesaic.selection.rules import cut_routing
-from moesaic.upcycling.randomness import generator
 
 Sources = Mapping[int, Sequence[int]]
 """MoE layer -> the source of each expert of the result."""

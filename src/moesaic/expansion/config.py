@@ -5,8 +5,8 @@ from typing import Any
 
 from moesaic.common.errors import MoesaicError
 from moesaic.expansion.resolve import ExpandPlan
-from moesaic.expansion.targets import converted_config
-from moesaic.families.moe_table import EXPERT_COUNT_KEYS
+from moesaic.families.moe import EXPERT_COUNT_KEYS
+from moesaic.modeling.names import converted_config
 
 _TOP_K_ALIASES = ("experts_per_token",)
 """Further keys of the number of active experts (GPT-OSS as published)."""

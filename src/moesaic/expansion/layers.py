@@ -14,8 +14,8 @@ from torch import Tensor
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.pieces import NewTensor, Put, concatenated, gap, slot_tensor, whole
 from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
+from moesaic.families.experts import ExpertWeights
 from moesaic.families.moe import ROUTER_ROLES, ExpertTensor, MoELayerTensors
-from moesaic.upcycling.experts import ExpertWeights
 
 _FIELDS = {
     "gate": "gate_ID",

@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moesaic.upcycling.experts import ExpertWeights
-from moesaic.upcycling.methods.drop import redraw
-from moesaic.upcycling.randomness import choose, normal
+from moesaic.common.seeds import normal, subset
+from moesaic.families.experts import ExpertWeights, redraw
 
 ExpertOperator = Callable[[ExpertWeights, ExpertWeights, torch.Generator], ExpertWeights]
 """(source, another expert of the layer, generator) -> the duplicate."""
@@ -51,7 +50,7 @@ def drop_neurons(
     source: ExpertWeights, _other: ExpertWeights, generator: torch.Generator, *, ratio: float
 ) -> ExpertWeights:
     """Re-draw a share of the intermediate neurons, the same in gate, up and down; the others stay bit for bit."""
-    chosen = choose(round(ratio * source.intermediate), source.intermediate, generator)
+    chosen = subset(round(ratio * source.intermediate), source.intermediate, generator)
     axes = {"down_DI": 1, "down_bias_D": None}
 
     def redrawn(name: str, value: Tensor) -> Tensor:
@@ -70,7 +69,7 @@ def shuffle(source: ExpertWeights, _other: ExpertWeights, generator: torch.Gener
 
     Permuting gate, up and down alike would change nothing. Preserves every matrix's entries, norm and spectrum.
     """
-    chosen = choose(round(ratio * source.intermediate), source.intermediate, generator)
+    chosen = subset(round(ratio * source.intermediate), source.intermediate, generator)
     order = torch.arange(source.intermediate)
     order[chosen] = chosen.roll(1)  # a cycle moves every chosen row
 
@@ -130,7 +129,7 @@ def svd_mix(source: ExpertWeights, other: ExpertWeights, generator: torch.Genera
         u, s, v = torch.linalg.svd(w, full_matrices=False)
         other_u, other_s, other_v = torch.linalg.svd(getattr(other, name), full_matrices=False)
         taken = torch.zeros_like(s)
-        taken[choose(round(share * len(s)), len(s), generator)] = 1
+        taken[subset(round(share * len(s)), len(s), generator)] = 1
         return (u * (s * (1 - taken))) @ v + (other_u * (other_s * taken)) @ other_v
 
     return source.map(mix)
@@ -140,7 +139,7 @@ def sparse_code_mix(
     source: ExpertWeights, other: ExpertWeights, generator: torch.Generator, *, share: float
 ) -> ExpertWeights:
     """A random share of the neurons (row of gate, row of up, column of down) taken whole from another expert."""
-    chosen = choose(round(share * source.intermediate), source.intermediate, generator)
+    chosen = subset(round(share * source.intermediate), source.intermediate, generator)
     axes = {"down_DI": 1, "down_bias_D": None}
 
     def take(name: str, w: Tensor) -> Tensor:

@@ -9,12 +9,13 @@ from moesaic.checkpoint.layout import parse_size
 from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.common.seeds import key
 from moesaic.expansion.allocation import allocate, evenly, sources_of
 from moesaic.expansion.recipe import ExpandRecipe
-from moesaic.expansion.targets import Conversion, conversion_of
 from moesaic.families.counting import beyond_depth
+from moesaic.families.family import DenseTwin
 from moesaic.families.moe import MoEModel, detect_moe
-from moesaic.upcycling.streams import stream_key
+from moesaic.modeling.names import conversion_of
 
 Utilities = Mapping[int, tuple[float, ...]]
 """Layer -> utility of each expert."""
@@ -33,7 +34,7 @@ class ExpandPlan:
     """Groups of the family's group-limited selection, before; 1 without."""
     whole_groups: bool
     """The groups are duplicated as a whole, and their number grows (statement (a) with group-limited selection)."""
-    conversion: Conversion | None
+    conversion: DenseTwin | None
     """How the family becomes our architecture; None: it stays what it is."""
     recorded: Mapping[str, Any] | None
     """The routing rule and the selection bias that training recorded in the checkpoint's moesaic.json."""
@@ -121,7 +122,7 @@ class ExpandPlan:
                 f"{self.checkpoint.name}: the utilities of all experts of layer {layer} are 0 "
                 f"({self.recipe.utility or self.recipe.utility_from}); use other calibration text, or --utility uniform"
             )
-        rng = random.Random(stream_key(self.recipe.seed, "expand", layer, "allocation"))
+        rng = random.Random(key(self.recipe.seed, "expand", layer, "allocation"))
         return allocate(utilities, self.added, cap=self.recipe.cap, rule=self.recipe.allocation, rng=rng, groups=groups)
 
 
@@ -184,7 +185,7 @@ def _check_allocation(plan: ExpandPlan) -> None:
     allocate(ones, plan.added, cap=plan.recipe.cap, rule="greedy", rng=random.Random(0), groups=groups)
 
 
-def _conversion(plan: ExpandPlan) -> Conversion | None:
+def _conversion(plan: ExpandPlan) -> DenseTwin | None:
     if not plan.exclusive:
         return None
     name = plan.checkpoint.name

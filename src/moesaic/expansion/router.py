@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from moesaic.common.seeds import normal
 from moesaic.expansion.operators import RouterOperator, RouterRows
-from moesaic.upcycling.randomness import normal
 
 
 def duplicates_of(sources: Sequence[int]) -> list[bool]:

@@ -6,12 +6,11 @@ from typing import Any
 
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
-from moesaic.families.config_values import DEPTH_KINDS, check_depth, check_values
-from moesaic.families.counting import Shapes, count_shapes, is_embedding, is_head, layer_of
+from moesaic.families.config_values import DEPTH_KINDS, check_depth, check_values, refuse_config
+from moesaic.families.counting import Shapes, config_shapes, count_shapes, is_embedding, is_head, layer_of
 from moesaic.families.dense import detect
 from moesaic.families.dense_table import FAMILIES, WRAPPER_TEXT_TYPES
-from moesaic.families.refusals import refuse_config
-from moesaic.families.shapes import MOE_PREFIX, config_shapes
+from moesaic.families.family import MOE_PREFIX
 from moesaic.planning.costs import flops_per_token, kv_cache_bytes, memory_to_convert
 from moesaic.planning.report import PlanReport
 

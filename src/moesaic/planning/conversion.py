@@ -5,9 +5,8 @@ from moesaic.checkpoint.source import Checkpoint, open_headers
 from moesaic.families.counting import count_shapes
 from moesaic.planning.costs import flops_per_token, kv_cache_bytes, memory_to_convert
 from moesaic.planning.report import PlanReport, number
-from moesaic.upcycling.layout import UpcyclePlan
+from moesaic.upcycling.plan import UpcyclePlan, resolve
 from moesaic.upcycling.recipe import UpcycleRecipe
-from moesaic.upcycling.resolve import resolve
 
 CONVERSION_BYTES_PER_SECOND = 0.8e9
 """Bytes read plus written per second by one conversion; docs/plan.md has the measurement."""
@@ -60,7 +59,7 @@ def conversion_minutes(sources: list[Checkpoint], written: int) -> float:
 
 def _made_expert_bytes(resolved: UpcyclePlan) -> int:
     """Return the bytes of one expert where the method computes experts instead of copying them."""
-    if resolved.layer.method.copies is not None:
+    if resolved.layer.method.preserves:
         return 0
     expert = resolved.layer.expert
     return tensor_bytes(resolved.dtype, (3 * expert.intermediate, expert.hidden))

@@ -11,10 +11,10 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice
 from moesaic.common.recipe import load_recipe
 from moesaic.families.dense import DenseModel
-from moesaic.families.shapes import MOE_PREFIX
+from moesaic.families.family import MOE_PREFIX
 from moesaic.upcycling.choices import LayerSpec, choose
 from moesaic.upcycling.recipe import UpcycleRecipe
-from moesaic.upcycling.statement import Code, statement
+from moesaic.upcycling.result import Code, statement
 
 
 @dataclass(frozen=True, kw_only=True)

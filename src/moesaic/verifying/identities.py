@@ -11,10 +11,8 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from moesaic.families.dense import DenseModel
-from moesaic.upcycling.experts import ExpertWeights
-from moesaic.upcycling.method import Shard
-from moesaic.upcycling.scale import Factors
-from moesaic.upcycling.sources import DiskSources
+from moesaic.families.experts import ExpertWeights, widened
+from moesaic.upcycling.choices import Factors
 from moesaic.verifying.measure import Identity, LayerView
 
 
@@ -57,14 +55,12 @@ def from_specialists(
         return None
 
     def expected(view: LayerView) -> Tensor:
-        sources = DiskSources(
-            ffns=tuple(model.ffns[view.layer] for model in models), shards=shards, output_dtype=torch.float32
-        )
         activation = ACT2FN[models[0].activation]
         result_TD = torch.zeros_like(view.hidden_TD)
         for expert in view.ids_TK.unique().tolist():
             token, slot = (view.ids_TK == expert).nonzero(as_tuple=True)
-            shard = sources.shard(Shard(1 + expert // shards, expert % shards))
+            specialist = widened(models[1 + expert // shards].ffns[view.layer], "F32")
+            shard = specialist.shard(expert % shards, shards).read()
             if factors is None:
                 part_TD = share * _ffn(shard, view.hidden_TD[token], activation)
             else:
@@ -76,7 +72,7 @@ def from_specialists(
     return expected
 
 
-def _ffn(weights: ExpertWeights, x_TD: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+def _ffn(weights: ExpertWeights[Tensor], x_TD: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     linear, float32 = torch.nn.functional.linear, weights.map(lambda _, value: value.float())
     gate_TI = linear(x_TD, float32.gate_ID, float32.gate_bias_I)
     up_TI = linear(x_TD, float32.up_ID, float32.up_bias_I)

@@ -54,8 +54,8 @@ def _has_recorded_weights(specialist: DenseModel, record: Mapping[str, Any], moe
     """
     if record.get("weights_hash") is not None:
         return fingerprint(specialist.checkpoint) == record["weights_hash"]
-    rows = [row for layer in moe_layers for row in vars(specialist.ffns[layer]).values() if row is not None]
-    used = {row.info.name: row.info for row in rows}
+    parts = [part for layer in moe_layers for part in specialist.ffns[layer].parts().values()]
+    used = {info.name: info for part in parts for info in part.sources}
     if record.get("used_tensors") != len(used):
         return True
     hashes = scan(used.values(), 1, allow_nonfinite=True)

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from moesaic.checkpoint.layout import OutputTensor, plan_files
 from moesaic.common.errors import MoesaicError
 from moesaic.common.yaml_text import parse_yaml
-from moesaic.families.shapes import config_shapes
+from moesaic.families.counting import config_shapes
 from moesaic.planning import PlanReport, plan
 from moesaic.planning.planner import RECIPES
 from moesaic.planning.report import duration, number, size
