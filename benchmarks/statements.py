@@ -14,8 +14,8 @@ from pathlib import Path
 
 import moesaic
 from moesaic.checkpoint.source import open_checkpoint
+from moesaic.probe import default_text
 from moesaic.verifying import verify_upcycled
-from moesaic.verifying.text import default_text
 
 DOMAINS = ("math", "code", "science", "commonsense")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from moesaic.common.errors import MoesaicError
 from moesaic.expansion.resolve import ExpandPlan
-from moesaic.expansion.targets import converted_config
+from moesaic.families.conversions import converted_config
 from moesaic.families.moe_table import EXPERT_COUNT_KEYS
 
 _TOP_K_ALIASES = ("experts_per_token",)

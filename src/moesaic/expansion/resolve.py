@@ -11,7 +11,7 @@ from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.expansion.allocation import allocate, evenly, sources_of
 from moesaic.expansion.recipe import ExpandRecipe
-from moesaic.expansion.targets import Conversion, conversion_of
+from moesaic.families.conversions import Conversion, conversion_of
 from moesaic.families.counting import beyond_depth
 from moesaic.families.moe import MoEModel, detect_moe
 from moesaic.upcycling.streams import stream_key

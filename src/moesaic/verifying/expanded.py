@@ -15,10 +15,9 @@ from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
 from moesaic.loading import load
+from moesaic.probe import run_logits, tokens_for
 from moesaic.verifying.claim import other_weights
-from moesaic.verifying.measure import run_logits
 from moesaic.verifying.report import Check
-from moesaic.verifying.text import tokens_for
 
 _PROMISES = "E1", "E2", "E3"
 _LIMITS = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}

@@ -3,7 +3,7 @@
 The two models are in memory one after the other; between them only hidden states and logits are kept.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from moesaic.probe import run_logits
 from moesaic.verifying.report import LayerMeasure
 
 Identity = Callable[["LayerView"], Tensor | None]
@@ -162,17 +163,6 @@ def _relative(value_TD: Tensor, reference_TD: Tensor) -> Tensor:
     """Return |value| / |reference| per token."""
     size_T = reference_TD.norm(dim=-1)
     return value_TD.norm(dim=-1) / size_T.clamp(min=_TINY * size_T.mean().item()).clamp(min=torch.finfo().tiny)
-
-
-@torch.no_grad()
-def run_logits(
-    model: nn.Module, tokens_BL: Tensor, batch_size: int, tick: Callable[[float], None]
-) -> Iterator[Float[Tensor, "sequences length vocab"]]:
-    """Yield the logits of a model, batch by batch, in fp32 on the CPU."""
-    device = next(model.parameters()).device
-    for batch in tokens_BL.split(batch_size):
-        yield model(input_ids=batch.to(device), use_cache=False).logits.float().cpu()
-        tick(batch.numel())
 
 
 def _rows(value: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
 from moesaic.families.dense import DenseModel, detect
 from moesaic.loading import load
+from moesaic.probe import tokens_for
 from moesaic.verifying.checks import checks_for
 from moesaic.verifying.claim import Claim, other_weights, read_claim
 from moesaic.verifying.expanded import ExpandedReport, is_expanded, verify_expanded
@@ -27,7 +28,6 @@ from moesaic.verifying.measure import (
 )
 from moesaic.verifying.report import LayerMeasure, VerifyReport
 from moesaic.verifying.specialists import open_specialists
-from moesaic.verifying.text import tokens_for
 
 
 def verify(

@@ -13,7 +13,7 @@ from moesaic.expansion.api import expand
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.expansion.resolve import resolve
 from moesaic.expansion.result import copies_lines
-from moesaic.expansion.targets import CONVERSIONS, REASONS
+from moesaic.families.conversions import CONVERSIONS, REASONS
 from moesaic.families.moe import detect_moe
 from moesaic.families.moe_table import MOE_FAMILIES
 from tests.tiny_moes import save_tiny_moe, tiny_moe

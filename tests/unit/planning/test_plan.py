@@ -11,10 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from moesaic.checkpoint.layout import OutputTensor, plan_files
 from moesaic.common.errors import MoesaicError
 from moesaic.common.yaml_text import parse_yaml
+from moesaic.families.costs import number, size
 from moesaic.families.shapes import config_shapes
 from moesaic.planning import PlanReport, plan
-from moesaic.planning.planner import RECIPES
-from moesaic.planning.report import duration, number, size
+from moesaic.planning.report import duration
+from moesaic.planning.run import RECIPES
 from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
 
