@@ -1,4 +1,4 @@
-"""What a model costs to run, from tensor shapes and the config: FLOPs per token, bytes of memory; in words too. No torch."""
+"""What a model costs to run: FLOPs per token and bytes of memory, from shapes and config; in words too. No torch."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
