@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from moesaic.api import upcycle
     from moesaic.comparison.comparing import compare
     from moesaic.evaluation.evaluating import evaluate
-    from moesaic.expansion.api import expand
+    from moesaic.expansion.run import expand
     from moesaic.exporting.run import export
     from moesaic.generation import generate
     from moesaic.loading import load
@@ -58,7 +58,7 @@ __version__ = "0.1.0"
 _FUNCTIONS = {
     "compare": "moesaic.comparison.comparing",
     "evaluate": "moesaic.evaluation.evaluating",
-    "expand": "moesaic.expansion.api",
+    "expand": "moesaic.expansion.run",
     "export": "moesaic.exporting.run",
     "extract": "moesaic.selection.extraction",
     "generate": "moesaic.generation",
