@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from moesaic.exporting.run import export
     from moesaic.generation import generate
     from moesaic.loading import load
-    from moesaic.planning import plan
+    from moesaic.planning.run import plan
     from moesaic.reporting.api import report
     from moesaic.selection.extraction import extract
     from moesaic.selection.merging import merge_back
     from moesaic.selection.restriction import restrict
     from moesaic.selection.selecting import select
     from moesaic.training.api import train
-    from moesaic.verifying import verify
+    from moesaic.verifying.run import verify
 
 __all__ = [
     "MoesaicError",
@@ -65,13 +65,13 @@ _FUNCTIONS = {
     "inspect": "moesaic.analysis.inspecting",
     "load": "moesaic.loading",
     "merge_back": "moesaic.selection.merging",
-    "plan": "moesaic.planning",
+    "plan": "moesaic.planning.run",
     "report": "moesaic.reporting.api",
     "restrict": "moesaic.selection.restriction",
     "select": "moesaic.selection.selecting",
     "train": "moesaic.training.api",
     "upcycle": "moesaic.api",
-    "verify": "moesaic.verifying",
+    "verify": "moesaic.verifying.run",
 }
 
 # `AutoModelForCausalLM.from_pretrained(folder)` works after `import moesaic`, which imports neither torch nor

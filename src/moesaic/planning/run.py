@@ -8,6 +8,7 @@ from moesaic.checkpoint.headers import tensor_bytes
 from moesaic.checkpoint.source import Checkpoint, open_headers
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
+from moesaic.common.verbs import verb
 from moesaic.common.yaml_text import parse_yaml, read_yaml
 from moesaic.families.costs import (
     bytes_per_value,
@@ -22,7 +23,7 @@ from moesaic.families.dense import detect
 from moesaic.families.dense_table import FAMILIES
 from moesaic.families.refusals import refuse_config
 from moesaic.families.shapes import MOE_PREFIX, config_shapes
-from moesaic.planning.report import PlanReport
+from moesaic.planning.recipe import PlanRecipe, PlanReport
 from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.training.planning import TrainPlan, plan_train
 from moesaic.training.recipe import TrainRecipe
@@ -42,15 +43,11 @@ START_SECONDS = 2.0
 _RecipePlan = Callable[[Path | Mapping[str, Any], str, int], PlanReport | TrainPlan]
 
 
-def plan(
-    source: str | Path | Mapping[str, Any] | UpcycleRecipe | Checkpoint, *, context: int | None = None
-) -> PlanReport | TrainPlan:
+@verb(PlanRecipe, positional=("source",))
+def plan(recipe: PlanRecipe) -> PlanReport | TrainPlan:
     """Return what a checkpoint or a recipe amounts to, from headers and configs alone.
 
-    Args:
-        source: a checkpoint (folder, hub id `org/name[@revision]`, or opened), or a recipe (YAML file, name that
-            `moesaic recipes list` shows, mapping, or `UpcycleRecipe`).
-        context: sequence length in tokens that FLOPs and the key/value cache are stated for; default 4096.
+    Python takes an opened `Checkpoint`, a mapping or an `UpcycleRecipe` as well.
 
     Returns:
         Parameters, bytes, FLOPs, memory; for a recipe also disk, download and expected minutes.
@@ -58,7 +55,8 @@ def plan(
     Raises:
         MoesaicError: nothing is there, it cannot be read, or it is neither a checkpoint nor a recipe.
     """
-    context = DEFAULT_CONTEXT if context is None else context
+    source = recipe.source
+    context = DEFAULT_CONTEXT if recipe.context is None else recipe.context
     if context < 1:
         raise MoesaicError(f"context {context}: must be at least 1 token")
     if isinstance(source, Checkpoint):
@@ -70,7 +68,7 @@ def plan(
     path = Path(source)
     if path.suffix in {".yaml", ".yml"}:
         return _plan_recipe(path, read_yaml(path), str(source), context)
-    if str(source) in {recipe.name for recipe in shipped_recipes()} and not path.exists():
+    if str(source) in {shipped.name for shipped in shipped_recipes()} and not path.exists():
         content = parse_yaml(read_recipe(str(source)), str(source))
         return _plan_recipe(content, content, str(source), context)
     return plan_checkpoint(open_headers(source), context=context)

@@ -1,4 +1,4 @@
-"""What `plan` says: plain numbers for `--json`, lines for people."""
+"""What `plan` is asked, and what it says: plain numbers for `--json`, lines for people. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,6 +6,16 @@ from typing import Any
 
 from moesaic.families.costs import FLOPS_FORMULA, number, size
 from moesaic.families.counting import ParameterCount
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRecipe:
+    """What to plan, and for which length of a sequence."""
+
+    source: Any
+    """A recipe (.yaml, or a name of moesaic recipes list), a checkpoint folder, or a hub id org/name[@revision]."""
+    context: int | None = None
+    """Sequence length in tokens that FLOPs and the key/value cache are stated for. Default: 4096."""
 
 
 @dataclass(frozen=True, kw_only=True)
