@@ -134,13 +134,14 @@ def find_utilities(plan: ExpandPlan, *, quiet: bool = False) -> UtilityTable | N
         return _read(Path(recipe.utility_from), plan)
     if recipe.utility == "uniform":
         return None
-    known = {"utility": str(recipe.utility), "config_hash": _config_hash(plan.checkpoint)}
-    if recipe.utility == "weight_norm":
-        return UtilityTable(**known, per_layer=_weight_norms(plan, quiet=quiet))
+    name, config_hash = str(recipe.utility), _config_hash(plan.checkpoint)
+    if name == "weight_norm":
+        return UtilityTable(utility=name, config_hash=config_hash, per_layer=_weight_norms(plan, quiet=quiet))
     gradients = expert_gradients(plan, quiet=quiet)
     return UtilityTable(
-        **known,
-        per_layer=scores(str(recipe.utility), gradients),
+        utility=name,
+        config_hash=config_hash,
+        per_layer=scores(name, gradients),
         tokens=gradients.tokens,
         batches=gradients.batches,
         asked=recipe.utility_batches,
