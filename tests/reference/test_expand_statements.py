@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from moesaic.common.seeds import generator
 from moesaic.expansion.allocation import sources_of
 from moesaic.expansion.operators import ROUTER_OPERATORS, duplicate_noise, duplicates_of, grown_rows, zero_sum_noise
 from moesaic.modeling.modeling_moesaic import group_members, route_one_per_group, route_topk
-from moesaic.upcycling.randomness import generator
 
 EXPERTS, TOP_K, HIDDEN, WIDTH, TOKENS = 6, 2, 8, 5, 400
 UNEVEN = [3, 0, 1, 0, 2, 1]

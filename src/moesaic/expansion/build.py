@@ -29,10 +29,10 @@ from moesaic.expansion.operators import (
 )
 from moesaic.expansion.resolve import ExpandPlan
 from moesaic.families.counting import count_shapes
+from moesaic.families.experts import ExpertWeights
 from moesaic.families.moe import ROUTER_ROLES, ExpertTensor, MoELayerTensors
 from moesaic.modeling.names import code_files
 from moesaic.selection.rules import cut_routing
-from moesaic.upcycling.experts import ExpertWeights
 
 Sources = Mapping[int, Sequence[int]]
 """MoE layer -> the source of each expert of the result."""

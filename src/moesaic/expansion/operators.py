@@ -17,8 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from moesaic.common import seeds
-from moesaic.upcycling.experts import ExpertWeights
-from moesaic.upcycling.methods.drop import redraw
+from moesaic.families.experts import ExpertWeights, redraw
 
 # --- experts ----------------------------------------------------------------------------------------------------------
 

@@ -27,9 +27,8 @@ from moesaic.planning.recipe import PlanRecipe, PlanReport
 from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.training.planning import TrainPlan, plan_train
 from moesaic.training.recipe import TrainRecipe
-from moesaic.upcycling.layout import UpcyclePlan
+from moesaic.upcycling.plan import UpcyclePlan, resolve
 from moesaic.upcycling.recipe import UpcycleRecipe
-from moesaic.upcycling.resolve import resolve
 
 DEFAULT_CONTEXT = 4096
 """Tokens of the sequence that FLOPs and cache are stated for."""
@@ -218,7 +217,7 @@ def _conversion_minutes(sources: list[Checkpoint], written: int) -> float:
 
 def _made_expert_bytes(resolved: UpcyclePlan) -> int:
     """Return the bytes of one expert where the method computes experts instead of copying them."""
-    if resolved.layer.method.copies is not None:
+    if resolved.layer.method.preserves:
         return 0
     expert = resolved.layer.expert
     return tensor_bytes(resolved.dtype, (3 * expert.intermediate, expert.hidden))

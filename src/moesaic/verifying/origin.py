@@ -18,7 +18,7 @@ from moesaic.families.dense import DenseModel, detect
 from moesaic.families.family import MOE_PREFIX
 from moesaic.upcycling.choices import LayerSpec, choose
 from moesaic.upcycling.recipe import UpcycleRecipe
-from moesaic.upcycling.statement import Code, statement
+from moesaic.upcycling.result import Code, statement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +209,7 @@ def _has_recorded_weights(specialist: DenseModel, record: Mapping[str, Any], moe
     """
     if record.get("weights_hash") is not None:
         return fingerprint(specialist.checkpoint) == record["weights_hash"]
-    parts = [part for layer in moe_layers for part in vars(specialist.ffns[layer]).values() if part is not None]
+    parts = [part for layer in moe_layers for part in specialist.ffns[layer].parts().values()]
     used = {info.name: info for part in parts for info in part.sources}
     if record.get("used_tensors") != len(used):
         return True

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import get_args
 
 from moesaic.expansion.exact import Code as ExpandCode
-from moesaic.upcycling.statement import Code as UpcycleCode
+from moesaic.upcycling.result import Code as UpcycleCode
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "statements.md").read_text(encoding="utf-8")
