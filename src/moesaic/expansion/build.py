@@ -190,8 +190,10 @@ def _duplicate(plan: ExpandPlan, layer: MoELayerTensors, number: int, source: in
         if plan.model.num_experts > 1:
             other = int(torch.randint(plan.model.num_experts - 1, (1,), generator=stream))
             other += other >= source
-        pair = (read_expert(expert_parts(checkpoint, layer, one), interleaved=interleaved) for one in (source, other))
-        made = EXPERT_OPERATORS[plan.recipe.expert_op](*pair, stream)
+        one, another = (
+            read_expert(expert_parts(checkpoint, layer, expert), interleaved=interleaved) for expert in (source, other)
+        )
+        made = EXPERT_OPERATORS[plan.recipe.expert_op](one, another, stream)
         return {role: _stored_form(role, made, interleaved=interleaved) for role in parts}
 
     # The other expert is drawn when its turn comes: the record names all experts of the layer as read.

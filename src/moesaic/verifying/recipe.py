@@ -96,6 +96,9 @@ class _Report:
         """Whether everything that the statement promises holds (where nothing is promised, nothing can fail)."""
         return all(check.ok for check in self.checks)
 
+    def _values(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
+
     def _checks(self) -> list[dict[str, Any]]:
         return [asdict(check) | {"ok": check.ok} for check in self.checks]
 
@@ -144,21 +147,9 @@ class VerifyReport(_Report):
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON-ready plain values."""
         return {
-            "source": self.source,
-            "target": self.target,
-            "made": self.made,
-            "code": self.code,
-            "statement": self.statement,
-            "ok": self.ok,
-            "tokens": self.tokens,
-            "text": self.text,
-            "dtype": self.dtype,
+            **self._values("source", "target", "made", "code", "statement", "ok", "tokens", "text", "dtype"),
             "ffn_error": self.error,
-            "norm_ratio": self.norm_ratio,
-            "coverage": self.coverage,
-            "max_logit_difference": self.max_logit_difference,
-            "perplexity_source": self.perplexity_source,
-            "perplexity_target": self.perplexity_target,
+            **self._values("norm_ratio", "coverage", "max_logit_difference", "perplexity_source", "perplexity_target"),
             "checks": self._checks(),
             "layers": [asdict(layer) for layer in self.layers],
             "notes": list(self.notes),
@@ -211,21 +202,11 @@ class ExpandedReport(_Report):
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON-ready plain values."""
         return {
-            "source": self.source,
-            "target": self.target,
-            "code": self.code,
-            "statement": self.statement,
-            "tokens": self.tokens,
-            "text": self.text,
-            "dtype": self.dtype,
-            "error": self.error,
-            "max_logit_difference": self.max_logit_difference,
-            "loss_source": self.loss_source,
-            "loss_target": self.loss_target,
+            **self._values("source", "target", "code", "statement", "tokens", "text", "dtype", "error"),
+            **self._values("max_logit_difference", "loss_source", "loss_target"),
             "checks": self._checks(),
             "notes": list(self.notes),
-            "ok": self.ok,
-            "loss_jump": self.loss_jump,
+            **self._values("ok", "loss_jump"),
         }
 
     def lines(self) -> list[str]:

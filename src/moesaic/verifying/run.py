@@ -88,13 +88,12 @@ def _verify_upcycled(recipe: VerifyRecipe, before: Checkpoint, moe: Checkpoint, 
         difference, dense_perplexity, moe_perplexity = compare_logits(model, tokens_BL, dense, recipe.batch_size, tick)
     specialists, more = open_specialists(origin, base)
     measures = _measure_layers(model, origin, dense, specialists)
-    largest_logit = dense.logits_BLV.abs().max().item()
     checks = _checks(
         origin,
         measures,
         run_dtype=_name(dtype),
         stored={base.dtype, *(info.dtype for name, info in moe.tensors.items() if ".experts." in name)},
-        logit_difference=difference / max(1.0, largest_logit / 50),
+        logit_difference=difference / max(1.0, dense.logits_BLV.abs().max().item() / 50),
         perplexities=(dense_perplexity, moe_perplexity),
     )
     return VerifyReport(
@@ -132,11 +131,8 @@ def _measure_layers(
     groups = None if origin.spec is None or origin.spec.groups is None else torch.tensor(origin.spec.groups)
     identity, factor = _identity(origin, specialists)
     blocks = decoder_layers(model)
-    measures = []
-    for layer in origin.moe_layers:
-        view = view_layer(blocks[layer].mlp, layer, dense)
-        measures.append(measure_layer(view, shards=origin.shards, groups_E=groups, identity=identity, rho=factor))
-    return measures
+    views = (view_layer(blocks[layer].mlp, layer, dense) for layer in origin.moe_layers)
+    return [measure_layer(view, shards=origin.shards, groups_E=groups, identity=identity, rho=factor) for view in views]
 
 
 def _identity(origin: Origin, specialists: Sequence[DenseModel] | None) -> tuple[Identity | None, Identity | None]:
@@ -196,8 +192,7 @@ def _checks(
     if code in _PRESERVES and origin.identical and rounding == 0 and run_dtype in ("float32", "float64"):
         dense, moe = perplexities
         checks.append(Check(name="largest logit difference", value=logit_difference, limit=LOGIT_LIMIT))
-        relative = abs(moe / dense - 1)
-        checks.append(Check(name="relative perplexity difference", value=relative, limit=PERPLEXITY_LIMIT))
+        checks.append(Check(name="relative perplexity difference", value=abs(moe / dense - 1), limit=PERPLEXITY_LIMIT))
     return checks
 
 
