@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from moesaic.upcycling.sources import MemorySources
 from torch import Tensor
 
 from moesaic.families.experts import ExpertWeights
