@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from moesaic.checkpoint.headers import TensorInfo
+from moesaic.checkpoint.lazy import Lazy, stored
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
-from moesaic.exporting.layouts import Expert
-from moesaic.exporting.parts import LayerParts
-from moesaic.exporting.rows import Rows, part, stored
+from moesaic.exporting.view import Expert, LayerParts
 from moesaic.families.config_values import MOE_KINDS, check_values, require
 from moesaic.modeling.names import class_names
 
@@ -86,14 +85,14 @@ def emo_config(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def emo_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[list[LayerParts], dict[str, Rows]]:
+def emo_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[list[LayerParts], dict[str, Lazy]]:
     """The MoE layers and all other tensors under Llama's names; `config` is that of `emo_config`.
 
     Raises:
         MoesaicError: a tensor that is missing, unknown, or of another shape than the config says.
     """
     total = config["num_experts"] + config["num_shared_experts"]
-    others: dict[str, Rows] = {}
+    others: dict[str, Lazy] = {}
     routers: dict[int, TensorInfo] = {}
     experts: dict[tuple[int, int, str], TensorInfo] = {}
     for name, info in checkpoint.tensors.items():
@@ -134,7 +133,7 @@ def _layer(
             f"{checkpoint.name}: {router.name} has shape {list(router.shape)}, expected {[total, hidden]}"
         )
 
-    def matrix(expert: int, role: str) -> Rows:
+    def matrix(expert: int, role: str) -> Lazy:
         info = experts.get((index, expert, role))
         if info is None:
             missing = f"model.layers.{index}.mlp.experts.{expert}.{role}_proj.weight"
@@ -148,7 +147,7 @@ def _layer(
     made = [Expert(gate=matrix(e, "gate"), up=matrix(e, "up"), down=matrix(e, "down")) for e in range(total)]
     return LayerParts(
         layer=index,
-        router=part(stored(router), 0, routed),
+        router=stored(router).rows(0, routed),
         experts=tuple(made[:routed]),
         shared=made[routed] if total > routed else None,
     )
