@@ -1,6 +1,6 @@
 """A checkpoint seen as our architecture: whatever it was, one config, and lazy tensors to export from. Torch-free."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.families.counting import config_shapes
 from moesaic.families.dense_table import HEAD
 from moesaic.families.family import our_base
-from moesaic.families.moe import MoELayerTensors, detect_moe
+from moesaic.families.moe import MoELayerTensors, MoEModel, detect_moe
 from moesaic.families.moe_table import MOE_FAMILIES, way_out
 from moesaic.modeling.names import converted_config
 
@@ -67,26 +67,23 @@ def view_of(checkpoint: Checkpoint) -> View:
     """
     model_type = str(checkpoint.config.get("model_type"))
     if way_out(model_type):
-        from moesaic.exporting.emo import emo_config, emo_layers
+        from moesaic.exporting.emo import emo_view
 
-        config = emo_config(checkpoint)
-        layers, others = emo_layers(checkpoint, config)
-        return _checked(View(checkpoint=checkpoint, base="llama", config=config, layers=tuple(layers), others=others))
-    if (base := our_base(model_type)) is not None:
-        return _checked(_detected(checkpoint, base, lambda *_: _full_config(checkpoint.config)))
+        return _checked(emo_view(checkpoint))
     if not becomes_ours(model_type):
         detect_moe(checkpoint)  # says what is wrong with a model that is no mixture of experts
         raise MoesaicError(
             f"{checkpoint.name}: {model_type} cannot become another family, because "
             f"{MOE_FAMILIES[model_type].no_twin}; --to {model_type} changes its layout or dtype"
         )
-    twin = MOE_FAMILIES[model_type].twin
+    model = detect_moe(checkpoint)
+    if (base := our_base(model_type)) is not None:
+        return _checked(seen(checkpoint, model, base, _full_config(checkpoint.config)))
+    twin = model.family.twin
     assert twin is not None
-
-    def config_of(layers: list[int], experts: int) -> dict[str, Any]:
-        return converted_config(twin, checkpoint.config, moe_layers=layers, num_experts=experts)
-
-    return _checked(_detected(checkpoint, twin.base, config_of))
+    layers = [layer.layer for layer in model.layers]
+    config = converted_config(twin, checkpoint.config, moe_layers=layers, num_experts=model.num_experts)
+    return _checked(seen(checkpoint, model, twin.base, config))
 
 
 def becomes_ours(model_type: str) -> bool:
@@ -127,14 +124,24 @@ def _checked(view: View) -> View:
     for tensor, shape in expected.items():
         if tensor not in view.others:
             raise MoesaicError(f"{name}: tensor {tensor} is missing: the checkpoint is incomplete")
-        if view.others[tensor].shape != shape:
-            found = list(view.others[tensor].shape)
-            raise MoesaicError(f"{name}: {tensor} has shape {found}, but config.json asks for {list(shape)}")
+        _check_shape(name, tensor, view.others[tensor], shape)
     # A stored head beside a tied embedding stays: transformers then decides as it did before.
     unknown = [tensor for tensor in view.others if tensor not in expected and tensor != HEAD]
     if unknown:
         raise MoesaicError(f"{name}: unknown tensor {unknown[0]}: it would be lost or unused in another family")
+    hidden, width = view.config["hidden_size"], view.config["moe_intermediate_size"]
+    for layer in view.layers:
+        _check_shape(name, layer.router.sources[0].name, layer.router, (len(layer.experts), hidden))
+        for expert in layer.experts:
+            for one in (expert.gate, expert.up, expert.down):
+                shape = (hidden, width) if one is expert.down else (width, hidden)
+                _check_shape(name, one.sources[0].name, one, shape)
     return view
+
+
+def _check_shape(name: str, tensor: str, found: Lazy, shape: tuple[int, ...]) -> None:
+    if found.shape != shape:
+        raise MoesaicError(f"{name}: {tensor} has shape {list(found.shape)}, but config.json asks for {list(shape)}")
 
 
 def _full_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,28 +150,21 @@ def _full_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).to_dict()
 
 
-def _detected(checkpoint: Checkpoint, base: str, config_of: Callable[[list[int], int], Mapping[str, Any]]) -> View:
-    model = detect_moe(checkpoint)
+def seen(checkpoint: Checkpoint, model: MoEModel, base: str, config: Mapping[str, Any]) -> View:
+    """The view of a checkpoint whose experts were found and whose config in our architecture is known."""
     layers, taken = [], set()
     for layer in model.layers:
         parts = layer_parts(checkpoint.tensors, layer)
         taken |= {name for one in layer.expert_tensors for name in one.names(layer.num_experts)} | set(layer.shared)
         if layer.shared:
             place = f"model.layers.{layer.layer}.mlp.shared_expert."
-            matrices = {
-                role: stored(checkpoint.tensors[f"{place}{role}_proj.weight"]) for role in ("gate", "up", "down")
-            }
-            parts = replace(parts, shared=Expert(**matrices))
+            names = {role: f"{place}{role}_proj.weight" for role in ("gate", "up", "down")}
+            shared = {role: stored(checkpoint.tensors[name]) for role, name in names.items()}
+            parts = replace(parts, shared=Expert(**shared))
         layers.append(parts)
     others = {
         name: stored(info)
         for name, info in checkpoint.tensors.items()
         if name not in taken and not name.endswith(_RECOMPUTED)
     }
-    return View(
-        checkpoint=checkpoint,
-        base=base,
-        config=config_of([layer.layer for layer in layers], model.num_experts),
-        layers=tuple(layers),
-        others=others,
-    )
+    return View(checkpoint=checkpoint, base=base, config=config, layers=tuple(layers), others=others)
