@@ -21,7 +21,7 @@ from torch import Tensor
 from moesaic.checkpoint.card import write_card
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.layout import DEFAULT_SHARD_SIZE, Layout, OutputTensor, plan_files
-from moesaic.checkpoint.lazy import Lazy, Unit, units
+from moesaic.checkpoint.lazy import Lazy
 from moesaic.checkpoint.output import check_target, output_folder, require_disk
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.provenance import (
@@ -34,6 +34,7 @@ from moesaic.checkpoint.provenance import (
 )
 from moesaic.checkpoint.scan import has_nonfinite, refuse_nonfinite, scan
 from moesaic.checkpoint.source import Checkpoint
+from moesaic.checkpoint.streaming import Unit, units
 from moesaic.checkpoint.writer import CheckpointWriter, Written
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
@@ -222,7 +223,10 @@ def _write_weights(
             tick(values.nbytes)
 
         # What is computed first, as it takes long; then large ones first, so that no thread is left alone with one.
-        ordered = sorted(units(new.tensors), key=lambda unit: (not unit.computes, -unit.nbytes))
+        ordered = sorted(
+            units((name, lazy.dtype, lazy.pieces) for name, lazy in new.tensors.items()),
+            key=lambda unit: (not unit.computes, -unit.nbytes),
+        )
         _run(ordered, put, stop, workers)
         return writer.finish(workers)
 

@@ -11,6 +11,7 @@ from moesaic.checkpoint.lazy import Lazy, stored
 from moesaic.common.errors import MoesaicError
 from moesaic.families.config_values import check_depth, text_config
 from moesaic.families.dense_table import EMBEDDINGS, HEAD, ffn_shapes, has_ffn_bias, is_tied, other_shapes
+from moesaic.families.experts import ExpertWeights
 
 if TYPE_CHECKING:
     from moesaic.checkpoint.headers import TensorInfo
@@ -26,18 +27,6 @@ _BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseFFN:
-    """One layer's FFN as it is stored: gate and up (F, D), down (D, F), and biases where the base has them."""
-
-    gate: Lazy
-    up: Lazy
-    down: Lazy
-    gate_bias: Lazy | None = None
-    up_bias: Lazy | None = None
-    down_bias: Lazy | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class DenseModel:
     """A dense checkpoint, understood.
 
@@ -47,7 +36,7 @@ class DenseModel:
         config: the text model's config (the inner one of a multimodal wrapper), with the effective tie flag.
         prefix: what stands before `embed_tokens`, `layers`, `norm` in the file (canonically `model.`).
         others: canonical name -> stored tensor, for every tensor that is not part of an FFN.
-        ffns: one entry per layer.
+        ffns: one per layer, as it is stored: gate and up (F, D), down (D, F), biases where the base has them.
         hidden, intermediate, num_layers, vocab: D, F, L and the rows of the embedding.
         tied: whether the output head is the embedding (then there is no `lm_head.weight` in `others`).
         activation: name of the FFN's activation.
@@ -63,7 +52,7 @@ class DenseModel:
     config: dict[str, Any]
     prefix: str
     others: dict[str, TensorInfo]
-    ffns: tuple[DenseFFN, ...]
+    ffns: tuple[ExpertWeights[Lazy], ...]
     hidden: int
     intermediate: int
     num_layers: int
@@ -119,7 +108,7 @@ def detect(checkpoint: Checkpoint) -> DenseModel:
         tied=is_tied(family, config),
         activation=str(config.get(family.activation_key) or family.activation),
         ffn_bias=has_ffn_bias(family, config),
-        dtype=ffns[0].down.dtype,
+        dtype=ffns[0].down_DI.dtype,
         left_out=tuple(left_out),
         dropped=tuple(dropped),
         notices=_notices(checkpoint, left_out, dropped, untied=said_tied and not config["tie_word_embeddings"]),
@@ -228,7 +217,9 @@ def _names(what: str, names: list[str], shown: int = 3) -> str:
     return f"{what} tensor{'s' if len(names) > 1 else ''} {', '.join(names[:shown])}{more}"
 
 
-def _ffn(family: DenseFamily, config: Mapping[str, Any], found: Mapping[str, TensorInfo], index: int) -> DenseFFN:
+def _ffn(
+    family: DenseFamily, config: Mapping[str, Any], found: Mapping[str, TensorInfo], index: int
+) -> ExpertWeights[Lazy]:
     width = int(config["intermediate_size"])
     layer = f"model.layers.{index}."
 
@@ -239,12 +230,12 @@ def _ffn(family: DenseFamily, config: Mapping[str, Any], found: Mapping[str, Ten
     gate, up = family.fused_gate_up or family.gate, family.fused_gate_up or family.up
     biases: dict[str, Lazy] = {}
     if has_ffn_bias(family, config):
-        biases = {"gate_bias": part(gate, 0, "bias"), "up_bias": part(up, up_start, "bias")}
-        biases["down_bias"] = stored(found[f"{layer}{family.down}.bias"])
-    return DenseFFN(
-        gate=part(gate, 0, "weight"),
-        up=part(up, up_start, "weight"),
-        down=stored(found[f"{layer}{family.down}.weight"]),
+        biases = {"gate_bias_I": part(gate, 0, "bias"), "up_bias_I": part(up, up_start, "bias")}
+        biases["down_bias_D"] = stored(found[f"{layer}{family.down}.bias"])
+    return ExpertWeights(
+        gate_ID=part(gate, 0, "weight"),
+        up_ID=part(up, up_start, "weight"),
+        down_DI=stored(found[f"{layer}{family.down}.weight"]),
         **biases,
     )
 

@@ -6,10 +6,11 @@ import sys
 import pytest
 import torch
 
-from moesaic.checkpoint import lazy
-from moesaic.checkpoint.lazy import Lazy, combine, computed, concat, mean, stack, stored, together, units
+from moesaic.checkpoint import lazy, streaming
+from moesaic.checkpoint.lazy import Lazy, combine, computed, concat, mean, stack, stored, together
 from moesaic.checkpoint.reader import DTYPE_CODES
 from moesaic.checkpoint.source import open_checkpoint
+from moesaic.checkpoint.streaming import torch_dtype, units
 from moesaic.common import seeds
 from tests.tiny_files import checkpoint_folder
 
@@ -37,8 +38,8 @@ def files(tmp_path, tensors):
 @pytest.fixture(params=[None, 16], ids=["large blocks", "blocks of 16 bytes"])
 def blocks(request, monkeypatch):
     if request.param:
-        for name in ("COPY_BYTES", "BLOCK_BYTES", "_MEAN_BYTES"):
-            monkeypatch.setattr(lazy, name, request.param)
+        for module, name in ((streaming, "COPY_BYTES"), (streaming, "BLOCK_BYTES"), (lazy, "_MEAN_BYTES")):
+            monkeypatch.setattr(module, name, request.param)
 
 
 def same(one: Lazy, expected: torch.Tensor) -> None:
@@ -50,7 +51,7 @@ def same(one: Lazy, expected: torch.Tensor) -> None:
 
 def streamed(one: Lazy) -> torch.Tensor:
     """As the writer gets it: every element exactly once, whatever the blocks."""
-    values = torch.empty(one.size, dtype=lazy.torch_dtype(one.dtype))
+    values = torch.empty(one.size, dtype=torch_dtype(one.dtype))
     filled = torch.zeros(one.size, dtype=torch.int)
 
     def put(name, start, block):
@@ -60,7 +61,7 @@ def streamed(one: Lazy) -> torch.Tensor:
         values[start : start + part.numel()] = part.view(-1)
         filled[start : start + part.numel()] += 1
 
-    for unit in units({"x": one}):
+    for unit in units([("x", one.dtype, one.pieces)]):
         unit.run(put)
     assert (filled == 1).all()
     return values.view(one.shape)
@@ -117,7 +118,7 @@ def test_factors_and_casts_round_once(blocks, tmp_path, source, target):
     x = stored(open_checkpoint(folder).tensors["x"])
     wide = torch.promote_types(source, target)
     code = lazy.promoted(x.dtype, DTYPE_CODES[target])
-    assert lazy.torch_dtype(code) == wide
+    assert torch_dtype(code) == wide
     expected = (values.to(torch.promote_types(wide, torch.float32)) * 3.7).to(wide).to(target)
     same((x.cast(code) * 3.7).cast(DTYPE_CODES[target]), expected)
     same((x.cast(code).columns(2, 7) * 3.7).cast(DTYPE_CODES[target]), expected[:, 2:7])
@@ -141,7 +142,9 @@ def test_map_and_combine(blocks, files, tensors):
     w, v = stored(files["w"]), stored(files["v"])
     same(w.map(torch.sign), tensors["w"].sign())
     same(w.map(lambda values: values > 0, "BOOL"), tensors["w"] > 0)
-    same(combine(lambda ab: torch.lerp(*ab, 0.25), [w, v], "F64"), torch.lerp(tensors["w"], tensors["v"], 0.25))
+    same(
+        combine(lambda ab: torch.lerp(ab[0], ab[1], 0.25), [w, v], "F64"), torch.lerp(tensors["w"], tensors["v"], 0.25)
+    )
     same(combine(lambda ab: ab[0] - ab[1], [w, v], "F32"), (tensors["w"] - tensors["v"]).float())
     assert combine(lambda ab: ab[0], [w, v], "F64").sources == (files["w"], files["v"])
 
@@ -190,7 +193,8 @@ def test_one_call_makes_several_tensors(files, tensors):
 
     v = stored(files["v"])
     transposed = computed((4, 6), "F64", lambda: v.read().T)
-    work = units({"up": stack([v, made["up"] * 2.0]), "down": stack([transposed, made["down"]])})
+    new = {"up": stack([v, made["up"] * 2.0]), "down": stack([transposed, made["down"]])}
+    work = units((name, one.dtype, one.pieces) for name, one in new.items())
     assert [unit.computes for unit in work] == [True, True, False]
     for unit in work:
         unit.run(put)
@@ -206,8 +210,8 @@ def test_a_part_that_is_used_twice_is_changed_once(files, tensors):
 
 def test_columns_of_one_matrix_are_read_once(files, tensors, monkeypatch):
     read = []
-    original = lazy._read
-    monkeypatch.setattr(lazy, "_read", lambda region: read.append(region.width) or original(region))
+    original = streaming.read_region
+    monkeypatch.setattr(streaming, "read_region", lambda region: read.append(region.width) or original(region))
     w = stored(files["w"])
     cut = stack([w.columns(i, i + 1) * 2.0 for i in (3, 0, 1, 2, 0)])
     assert torch.equal(cut.read(), torch.stack([tensors["w"][:, i : i + 1] * 2 for i in (3, 0, 1, 2, 0)]))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moesaic.checkpoint import lazy
+from moesaic.checkpoint import streaming
 from moesaic.checkpoint.lazy import computed, concat, stack, stored, together
 from moesaic.checkpoint.provenance import fingerprint, original_experts, read_provenance
 from moesaic.checkpoint.scan import scan
@@ -119,7 +119,7 @@ def test_ids_of_a_chain_of_rewrites(tmp_path, source):
 
 
 def test_blocks_smaller_than_a_run(tmp_path, source, tensors, monkeypatch):
-    monkeypatch.setattr(lazy, "COPY_BYTES", 16)
+    monkeypatch.setattr(streaming, "COPY_BYTES", 16)
     write(new_of(source, {"a": stored(source.tensors["a"])}), tmp_path / "out", quiet=True)
     assert torch.equal(written(tmp_path / "out")["a"], tensors["a"])
 

@@ -1,4 +1,4 @@
-"""The `--layers` flag: which layers become MoE. No torch."""
+"""The text of `--layers`: which layers of a model are MoE. No torch."""
 
 import re
 
