@@ -1,14 +1,16 @@
 """The tensors and config.json of a native family, of our architecture, or of the same family in another layout."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moesaic.checkpoint.lazy import Lazy, computed, stack, stored, torch_dtype
+from moesaic.checkpoint.lazy import Lazy, computed, concat, stack, stored
 from moesaic.checkpoint.source import Checkpoint
+from moesaic.checkpoint.streaming import torch_dtype
 from moesaic.common.errors import MoesaicError
 from moesaic.exporting.view import Expert, LayerParts, View, layer_parts
 from moesaic.families.family import Spelling
@@ -93,13 +95,17 @@ def expert_tensors(prefix: str, spelling: Spelling, router: Lazy, experts: Seque
     if spelling.own is not None:
         for number, expert in enumerate(experts):
             names = [prefix + name.format(expert=number) for name in spelling.own]
-            made |= dict(zip(names, (expert.gate, expert.up, expert.down), strict=True))
+            made |= dict(zip(names, (expert.gate_ID, expert.up_ID, expert.down_DI), strict=True))
         return made
     assert spelling.stacks is not None
     gate_up, down = spelling.stacks
-    made[prefix + gate_up] = stack([expert.gate_up for expert in experts])
-    made[prefix + down] = stack([expert.down for expert in experts])
+    made[prefix + gate_up] = stack([_gate_up(expert) for expert in experts])
+    made[prefix + down] = stack([expert.down_DI for expert in experts])
     return made
+
+
+def _gate_up(expert: Expert) -> Lazy:
+    return concat([expert.gate_ID, expert.up_ID])
 
 
 def cast_all(tensors: Mapping[str, Lazy], dtype: str) -> Tensors:
@@ -125,7 +131,7 @@ def _layer_prefix(name: str, layer: int) -> str:
 
 
 def _shared(prefix: str, expert: Expert) -> Tensors:
-    matrices = {"gate_proj": expert.gate, "up_proj": expert.up, "down_proj": expert.down}
+    matrices = {"gate_proj": expert.gate_ID, "up_proj": expert.up_ID, "down_proj": expert.down_DI}
     return {f"{prefix}mlp.shared_expert.{name}.weight": matrix for name, matrix in matrices.items()}
 
 
@@ -135,14 +141,11 @@ def _gated(prefix: str, layer: LayerParts, written: str | None) -> Tensors:
     if layer.shared is None:
         inner, outer = (EMPTY_SHARED_WIDTH, hidden), (hidden, EMPTY_SHARED_WIDTH)
         gate, up, down = (_filled(dtype, shape, 0.0) for shape in (inner, inner, outer))
-        shared = Expert(gate=gate, up=up, down=down)
+        shared = Expert(gate_ID=gate, up_ID=up, down_DI=down)
     else:
-        where = layer.shared.down.sources[0]
-        shared = Expert(
-            gate=layer.shared.gate,
-            up=layer.shared.up,
-            down=layer.shared.down.map(partial(_twice, f"{where.file}: {where.name}", layer.shared.down.dtype)),
-        )
+        down = layer.shared.down_DI
+        where = f"{down.sources[0].file}: {down.sources[0].name}"
+        shared = replace(layer.shared, down_DI=down.map(partial(_twice, where, down.dtype)))
     # The smallest number of a 16-bit float with 5 bits of exponent is larger, and still gives 0.5 after rounding.
     formats = [torch.finfo(torch_dtype(code)) for code in (dtype, written or dtype)]
     value = max(GATE, *(one.smallest_normal * one.eps for one in formats))
@@ -153,8 +156,8 @@ def _stacked(prefix: str, layer: LayerParts, _written: str | None) -> Tensors:
     if layer.shared is None:
         return {}
     return {
-        f"{prefix}shared_mlp.input_linear.weight": layer.shared.gate_up,
-        f"{prefix}shared_mlp.output_linear.weight": layer.shared.down,
+        f"{prefix}shared_mlp.input_linear.weight": _gate_up(layer.shared),
+        f"{prefix}shared_mlp.output_linear.weight": layer.shared.down_DI,
     }
 
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moesaic.checkpoint.headers import TensorInfo
-from moesaic.checkpoint.lazy import Lazy, concat, stored
+from moesaic.checkpoint.lazy import Lazy, stored
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.families.counting import config_shapes
 from moesaic.families.dense_table import HEAD
+from moesaic.families.experts import ExpertWeights
 from moesaic.families.family import our_base
 from moesaic.families.moe import MoELayerTensors, MoEModel, detect_moe
 from moesaic.families.moe_table import MOE_FAMILIES, way_out
@@ -19,18 +20,7 @@ _RECOMPUTED = "rotary_emb.inv_freq"
 """Stored by old versions of transformers, and computed anew by all others."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Expert:
-    """The matrices of one expert (or of the shared experts): gate and up (I, D), down (D, I)."""
-
-    gate: Lazy
-    up: Lazy
-    down: Lazy
-
-    @property
-    def gate_up(self) -> Lazy:
-        """Gate rows, then up rows."""
-        return concat([self.gate, self.up])
+Expert = ExpertWeights[Lazy]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +99,8 @@ def layer_parts(tensors: Mapping[str, TensorInfo], layer: MoELayerTensors) -> La
         gates, ups = [one.rows(0, half) for one in both], [one.rows(half, 2 * half) for one in both]
     else:
         gates, ups = matrices("gate"), matrices("up")
-    experts = tuple(
-        Expert(gate=gate, up=up, down=down) for gate, up, down in zip(gates, ups, matrices("down"), strict=True)
-    )
+    matched = zip(gates, ups, matrices("down"), strict=True)
+    experts = tuple(Expert(gate_ID=gate, up_ID=up, down_DI=down) for gate, up, down in matched)
     return LayerParts(layer=layer.layer, router=stored(tensors[roles["router"].name]), experts=experts)
 
 
@@ -133,8 +122,8 @@ def _checked(view: View) -> View:
     for layer in view.layers:
         _check_shape(name, layer.router.sources[0].name, layer.router, (len(layer.experts), hidden))
         for expert in layer.experts:
-            for one in (expert.gate, expert.up, expert.down):
-                shape = (hidden, width) if one is expert.down else (width, hidden)
+            for part, one in expert.parts().items():
+                shape = (hidden, width) if part == "down_DI" else (width, hidden)
                 _check_shape(name, one.sources[0].name, one, shape)
     return view
 
@@ -158,8 +147,8 @@ def seen(checkpoint: Checkpoint, model: MoEModel, base: str, config: Mapping[str
         taken |= {name for one in layer.expert_tensors for name in one.names(layer.num_experts)} | set(layer.shared)
         if layer.shared:
             place = f"model.layers.{layer.layer}.mlp.shared_expert."
-            names = {role: f"{place}{role}_proj.weight" for role in ("gate", "up", "down")}
-            shared = {role: stored(checkpoint.tensors[name]) for role, name in names.items()}
+            names = {"gate_ID": "gate_proj", "up_ID": "up_proj", "down_DI": "down_proj"}
+            shared = {part: stored(checkpoint.tensors[f"{place}{name}.weight"]) for part, name in names.items()}
             parts = replace(parts, shared=Expert(**shared))
         layers.append(parts)
     others = {
