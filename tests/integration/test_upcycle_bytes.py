@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from moesaic.upcycling.sources import MemorySources
 from safetensors.torch import load_file
 
-from moesaic.upcycling.assemble import build_layer
-from moesaic.upcycling.experts import ExpertWeights
+from moesaic.families.experts import ExpertWeights
+from moesaic.upcycling.layers import build_layer
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
 from moesaic.upcycling.run import upcycle
-from moesaic.upcycling.sources import MemorySources
 from tests.tiny_models import save_tiny
 
 METHODS = ("scratch", "sparse", "drop", "virtual_group", "btx", "divmoe")

@@ -8,13 +8,13 @@ import math
 
 import pytest
 import torch
+from moesaic.upcycling.sources import MemorySources
 from torch import Tensor
 
-from moesaic.upcycling.assemble import build_layer
+from moesaic.families.experts import ExpertWeights
 from moesaic.upcycling.choices import LayerSpec, choose
-from moesaic.upcycling.experts import ExpertWeights, MoELayer
+from moesaic.upcycling.layers import MoELayer, build_layer
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
-from moesaic.upcycling.sources import MemorySources
 
 HIDDEN, WIDTH, TOKENS = 8, 24, 40
 EXACT = 1e-12

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from moesaic.common.errors import MoesaicError
+from moesaic.common.layer_ranges import parse_layers
 from moesaic.common.recipe import load_recipe
 from moesaic.common.yaml_text import parse_yaml
 from moesaic.selection.request import METHODS, Method
-from moesaic.upcycling.layer_ranges import parse_layers
 
 SCALES = ("tiny", "small")
 """Names of the scales that come with the package."""

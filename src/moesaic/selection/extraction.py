@@ -9,8 +9,8 @@ from typing import Any
 
 from moesaic.checkpoint.card import model_card
 from moesaic.checkpoint.pieces import NewTensor, slot_tensor, whole
-from moesaic.checkpoint.provenance import read_provenance
-from moesaic.checkpoint.rewrite import Rewrite, RewriteResult, original_experts, rewrite_unless_dry
+from moesaic.checkpoint.provenance import original_experts, read_provenance
+from moesaic.checkpoint.rewrite import Rewrite, RewriteResult, rewrite_unless_dry
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.families.counting import beyond_depth, layer_of
 from moesaic.families.moe import EXPERT_COUNT_KEYS, MoELayerTensors, MoEModel, detect_running

@@ -12,7 +12,7 @@ from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.families.config_values import ACTIVATIONS, ROPE_NEEDS, text_config
 from moesaic.families.dense import detect
-from moesaic.planning import plan
+from moesaic.planning.run import plan
 from tests.tiny_models import save_tiny, tiny_moe_model
 
 

@@ -1,12 +1,12 @@
 import pytest
 import torch
+from moesaic.upcycling.sources import MemorySources
 
-from moesaic.upcycling.experts import ExpertWeights
+from moesaic.common.seeds import generator
+from moesaic.families.experts import ExpertWeights
 from moesaic.upcycling.method import ExpertSpec, build_expert
 from moesaic.upcycling.methods import METHODS
-from moesaic.upcycling.randomness import generator
 from moesaic.upcycling.recipe import DropIndices
-from moesaic.upcycling.sources import MemorySources
 
 HIDDEN, WIDTH = 64, 400
 

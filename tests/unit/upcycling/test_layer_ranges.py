@@ -1,7 +1,7 @@
 import pytest
 
 from moesaic.common.errors import MoesaicError
-from moesaic.upcycling.layer_ranges import parse_layers
+from moesaic.common.layer_ranges import parse_layers
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import sys
 import pytest
 import torch
 
+from moesaic.common.seeds import generator
 from moesaic.upcycling.method import ExpertSpec, Shard, build_expert
 from moesaic.upcycling.methods import METHODS
-from moesaic.upcycling.randomness import generator
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_scratch_draws_with_the_base_s_standard_deviation():
 
 def test_recipe_methods_and_resolving_import_no_torch():
     program = (
-        "import sys, moesaic.upcycling.recipe, moesaic.upcycling.methods, moesaic.upcycling.resolve, "
-        "moesaic.upcycling.statement, moesaic.upcycling.result; "
+        "import sys, moesaic.upcycling.recipe, moesaic.upcycling.methods, moesaic.upcycling.plan, "
+        "moesaic.upcycling.result, moesaic.upcycling.result; "
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -1,6 +1,6 @@
 import pytest
 
-from moesaic.upcycling.scale import factors
+from moesaic.upcycling.choices import factors
 
 
 @pytest.mark.parametrize(
