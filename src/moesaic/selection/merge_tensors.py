@@ -12,8 +12,8 @@ from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.families.counting import beyond_depth, layer_of
+from moesaic.families.identity import Ids
 from moesaic.families.moe import ROUTER_ROLES, ExpertTensor, MoELayerTensors, MoEModel
-from moesaic.selection.lineage import Ids
 from moesaic.selection.slots import Slot, expert_slots, whole_slot
 
 Piece = tuple[Sequence[Slot], Sequence[Slot] | None]

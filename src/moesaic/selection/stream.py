@@ -5,6 +5,7 @@ read when its turn comes and dropped after it; experts are read right into their
 is kept is the hidden states of all sequences.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +19,25 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
-from moesaic.checkpoint.reader import read_tensor
+from moesaic.checkpoint.pio import explained, read_into
+from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
-from moesaic.families.moe import ROUTER_ROLES, detect_running
+from moesaic.families.moe import ROUTER_ROLES, MoELayerTensors, detect_running
 from moesaic.loading import load_config
-from moesaic.selection.experts import find_block
-from moesaic.selection.rules import install_recorded
-from moesaic.selection.stacking import ExpertStacks
+from moesaic.routing.capture import find_block
+from moesaic.routing.restrict import install_recorded
+from moesaic.selection.slots import Slot, expert_slots
 
 _META = torch.device("meta")
+
+_PARAMETERS = {
+    "gate_up_proj": "gate_up",
+    "down_proj": "down",
+    "gate_up_proj_bias": "gate_up_bias",
+    "down_proj_bias": "down_bias",
+}
+"""Parameter of an experts module -> role of its slots."""
 
 
 @dataclass(eq=False)
@@ -198,3 +208,50 @@ def make_batches(sequences: Sequence[Sequence[int]], *, size: int, padding_id: i
             ids_BS[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
             mask_BS[row, : len(ids)] = True
         yield Batch(ids_BS=ids_BS, mask_T=mask_BS.reshape(-1))
+
+
+class ExpertStacks:
+    """Memory for the experts of one layer, used again for the next: nothing is in memory twice, nothing is freed."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._memory: dict[str, Tensor] = {}
+
+    def fill(self, experts: Any, layer: MoELayerTensors) -> None:
+        """Give an experts module its weights; what another layer's module was given before is lost."""
+        for name, role in _PARAMETERS.items():
+            parameter = getattr(experts, name, None)
+            if parameter is None:
+                continue
+            stack = self._memory.get(name)
+            if stack is None or (stack.shape, stack.dtype) != (parameter.shape, parameter.dtype):
+                stack = self._memory[name] = torch.empty(parameter.shape, dtype=parameter.dtype)
+            for expert, target in enumerate(stack):
+                self._fill_one(target, layer, role, expert)
+            setattr(experts, name, nn.Parameter(stack, requires_grad=False))
+
+    def _fill_one(self, target: Tensor, layer: MoELayerTensors, role: str, expert: int) -> None:
+        slots = expert_slots(self._checkpoint, layer, role, expert) or []
+        values_N, start = target.view(-1), 0
+        if sum(slot.info.shape[0] for slot in slots) != len(values_N):
+            raise MoesaicError(
+                f"{self._checkpoint.name}: expert {expert} of layer {layer.layer} does not have the "
+                f"{list(target.shape)} values for {role} that its config.json says"
+            )
+        for slot in slots:
+            stop = start + slot.info.shape[0]
+            _read(slot, values_N[start:stop])
+            start = stop
+
+
+def _read(slot: Slot, values_N: Tensor) -> None:
+    if TORCH_DTYPES.get(slot.source.dtype) != values_N.dtype:
+        values_N.copy_(read_tensor(slot.info))
+        return
+    info = slot.info
+    with explained(info.file):
+        fd = os.open(info.file, os.O_RDONLY)
+    try:
+        read_into(fd, values_N.view(torch.uint8).numpy().data, info.offset, info.file)
+    finally:
+        os.close(fd)

@@ -4,37 +4,21 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from moesaic.checkpoint.card import model_card
 from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.rewrite import Rewrite, RewriteResult, rewrite_unless_dry
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.common.verbs import verb
+from moesaic.families.identity import Ids, SourceModel, describe, find_lineage, source_from_json
 from moesaic.families.moe import MoEModel, detect_running
-from moesaic.selection.lineage import Ids, find_lineage
 from moesaic.selection.merge_tensors import Merge, merged_tensors
-from moesaic.selection.source import SourceModel, describe, source_from_json
-
-Part = Literal["router", "shared", "other"]
-PARTS: tuple[Part, ...] = get_args(Part)
+from moesaic.selection.recipe import MergeBackRecipe
 
 _OF_THE_FULL_MODEL = ("routing", "experts", "lineage")
 """Keys of its moesaic.json that stay true: the training rule, and which experts of which models its experts are."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergeBackRecipe:
-    """What to put back."""
-
-    full: str
-    """The model that the subset was extracted from, or a result of merging other subsets back into it."""
-    subset: str
-    parts: tuple[str, ...] = ()
-    """What to put back besides the experts: router (rows and biases of these experts), shared, other."""
-    average: float | None = None
-    """Share of the subset in the mean of both; None takes the subset's values."""
-    allow_nonfinite: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +35,11 @@ class MergeBackResult(RewriteResult):
         return [self.line(f"{self.experts} experts put back{more}")]
 
 
+@verb(MergeBackRecipe, positional=("full", "subset"), out=True)
 def merge_back(
-    full: str | Path,
-    subset: str | Path,
+    recipe: MergeBackRecipe,
     out: str | Path,
     *,
-    parts: Sequence[Part] = (),
-    average: float | None = None,
-    allow_nonfinite: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     quiet: bool = True,
@@ -66,34 +47,15 @@ def merge_back(
 ) -> MergeBackResult:
     """Write the full model with the subset's experts in their original places.
 
-    Several subsets of one model are put back one after the other; experts that two of them hold are named and refused,
-    unless `average` says how to combine them. Without training in between, the result equals `full` bit for bit.
-
-    Args:
-        full: the model that the subset was extracted from, or that with other subsets merged back: folder or hub id.
-        subset: what `extract` wrote, trained or not: folder or hub id.
-        out: folder to write.
-        parts: put back as well: `router` (rows and biases of these experts), `shared` (shared experts), `other` (all
-            other weights).
-        average: put back (1 - average) * full + average * subset instead of the subset's values.
-        allow_nonfinite: accept NaN and infinity in the weights.
-        overwrite: replace `out` if it exists.
-        dry_run: check everything, write nothing.
-        quiet: print no progress.
-        workers: threads; the bytes written do not depend on it. Default: one per core, at most 8.
+    `full` is the model that the subset was extracted from, or that with other subsets merged back: several go back one
+    after the other. Experts that two of them hold are named and refused, unless `average` says how to combine them:
+    (1 - average) * full + average * subset. Without training in between, the result equals `full` bit for bit.
 
     Raises:
         MoesaicError: the subset is not of this model (by the hash that `extract` recorded) or has another shape; two
             subsets hold the same expert; a full disk; a target that exists.
     """
     started = time.monotonic()
-    recipe = MergeBackRecipe(
-        full=str(full),
-        subset=str(subset),
-        parts=tuple(parts),
-        average=average,
-        allow_nonfinite=allow_nonfinite,
-    )
     plan, ids = plan_merge_back(recipe, out)
     written = rewrite_unless_dry(plan, out, dry_run=dry_run, overwrite=overwrite, workers=workers, quiet=quiet)
     return MergeBackResult(
@@ -107,7 +69,6 @@ def merge_back(
 
 def plan_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[Rewrite, Ids]:
     """The new checkpoint, resolved from headers, and the ids that the subset's experts have in it."""
-    _check(recipe)
     full, subset = open_checkpoint(recipe.full), open_checkpoint(recipe.subset)
     full_model, subset_model = detect_running(full), detect_running(subset)
     identity = describe(full, full_model)
@@ -145,14 +106,6 @@ def plan_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[Rewrite, 
     return plan, ids
 
 
-def _check(recipe: MergeBackRecipe) -> None:
-    for part in recipe.parts:
-        if part not in PARTS:
-            raise MoesaicError(f"--with {part}: not one of {', '.join(PARTS)}")
-    if recipe.average is not None and not 0.0 <= recipe.average <= 1.0:
-        raise MoesaicError(f"--average {recipe.average}: must be from 0 (full) to 1 (subset)")
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Base:
     """A model that a subset may come from: the one given, or one that it was made from by merging back."""
@@ -179,13 +132,13 @@ def _bases(full: Checkpoint, identity: SourceModel) -> list[_Base]:
 def _place(bases: Sequence[_Base], subset: Checkpoint, model: MoEModel) -> tuple[tuple[Mapping[str, Any], ...], Ids]:
     """What conflicts with the subset, and the ids that its experts have in the full model."""
     lineage = find_lineage(subset)
-    if lineage is None:
+    if not lineage:
         raise MoesaicError(
             f"{subset.name}: its moesaic.json does not say what it was extracted from; give a folder that "
             "`moesaic extract` wrote, or one trained from it"
         )
     for base in bases:
-        for ancestor, ids in lineage.ancestors:
+        for ancestor, ids in lineage:
             if (ancestor.sample_hash, ancestor.layers) == (base.model.sample_hash, base.model.layers):
                 if {len(row) for row in ids} != {model.num_experts}:
                     raise MoesaicError(
@@ -193,7 +146,7 @@ def _place(bases: Sequence[_Base], subset: Checkpoint, model: MoEModel) -> tuple
                         "only subsets with the experts that were extracted can be put back"
                     )
                 return base.since, ids
-    parent, root = lineage.ancestors[0][0], bases[-1].model
+    parent, root = lineage[0][0], bases[-1].model
     raise MoesaicError(
         f"{subset.name}: was extracted from {parent.name} (hash {parent.sample_hash[:12]}), not from {root.name} "
         f"(hash {root.sample_hash[:12]}); give its own parent"
