@@ -44,6 +44,22 @@ from moesaic.evaluation.results import (
 _WIDER = "a model that overflows needs --dtype bfloat16 or float32"
 
 
+@dataclass(kw_only=True)
+class Job:
+    """A task whose data is there."""
+
+    task: SuiteTask
+    metric: str
+    """Key of the number that is the score."""
+    identity: dict[str, Any]
+    subset: Subset | None
+    missing_parts: tuple[str, ...] = ()
+    tasks: Mapping[str, Any] = field(default_factory=dict)
+    rows: dict[str, list[int]] | None = None
+    """Of the hub's data, the rows of each of lm-eval's tasks that are asked; None: all, or the first `limit`."""
+    documents: list[perplexity.Document] = field(default_factory=list)
+
+
 @verb(EvalRecipe, positional=("checkpoint",), out=True)
 def evaluate(
     recipe: EvalRecipe,
@@ -120,22 +136,6 @@ def _result(
 
 
 # --- jobs: what can be measured ---------------------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True)
-class Job:
-    """A task whose data is there."""
-
-    task: SuiteTask
-    metric: str
-    """Key of the number that is the score."""
-    identity: dict[str, Any]
-    subset: Subset | None
-    missing_parts: tuple[str, ...] = ()
-    tasks: Mapping[str, Any] = field(default_factory=dict)
-    rows: dict[str, list[int]] | None = None
-    """Of the hub's data, the rows of each of lm-eval's tasks that are asked; None: all, or the first `limit`."""
-    documents: list[perplexity.Document] = field(default_factory=list)
 
 
 def prepare(recipe: EvalRecipe, suite: Suite, subsets: Subsets | None) -> tuple[list[Job], dict[str, str]]:

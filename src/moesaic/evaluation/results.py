@@ -198,7 +198,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-# --- what `moesaic eval` says at the end -------------------------------------------------------------------------------
+# --- what `moesaic eval` says at the end ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
