@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.card import model_card
-from moesaic.checkpoint.pieces import NewTensor, slot_tensor, whole
-from moesaic.checkpoint.provenance import read_provenance
-from moesaic.checkpoint.rewrite import Rewrite, RewriteResult, original_experts, rewrite_unless_dry
+from moesaic.checkpoint.lazy import Lazy, stored
+from moesaic.checkpoint.provenance import original_experts, read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
+from moesaic.checkpoint.write import NewCheckpoint, WriteResult, write_unless_dry
 from moesaic.common.errors import MoesaicError
 from moesaic.common.verbs import verb
 from moesaic.families.counting import beyond_depth, layer_of
 from moesaic.families.identity import Ids, SourceModel, describe, find_lineage, refuse_other_model
-from moesaic.families.moe import MoELayerTensors, MoEModel, detect_running
+from moesaic.families.moe import MoEModel, detect_running
 from moesaic.families.moe_table import EXPERT_COUNT_KEYS, MOE_FAMILIES
+from moesaic.modeling.names import code_files
 from moesaic.routing.subset import Selection, check_counts, cut_routing, load_selection, own_groups
 from moesaic.selection.recipe import ExtractRecipe
 
@@ -26,7 +27,7 @@ _TOP_K_ALIASES = ("experts_per_token",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExtractResult(RewriteResult):
+class ExtractResult(WriteResult):
     """What was made."""
 
     experts: int
@@ -63,7 +64,7 @@ def extract(
     selection = given if isinstance(given, Selection) else load_selection(given)
     recipe = replace(recipe, selection="selection" if isinstance(given, Selection) else str(given))
     plan, active = plan_extract(recipe, selection, out)
-    written = rewrite_unless_dry(plan, out, dry_run=dry_run, overwrite=overwrite, workers=workers, quiet=quiet)
+    written = write_unless_dry(plan, out, dry_run=dry_run, overwrite=overwrite, workers=workers, quiet=quiet)
     return ExtractResult(
         out=written,
         experts=selection.counts[0],
@@ -74,7 +75,7 @@ def extract(
     )
 
 
-def plan_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -> tuple[Rewrite, int]:
+def plan_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -> tuple[NewCheckpoint, int]:
     """The new checkpoint, resolved from headers, and its number of active experts."""
     source = open_checkpoint(recipe.checkpoint)
     model = detect_running(source)
@@ -85,6 +86,7 @@ def plan_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -
     active = check_counts(identity, source.config, selection.kept, top_k=top_k, where=recipe.selection)
     routing = (read_provenance(source.path) or {}).get("routing")
     known = original_experts(source, identity.num_experts, len(identity.layers))
+    config = cut_config(source.config, model, selection, active)
     card = model_card(
         title=Path(out).name,
         bases=[source.name],
@@ -96,11 +98,12 @@ def plan_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -
             "Selected by": selection.method,
         },
     )
-    plan = Rewrite(
+    plan = NewCheckpoint(
         verb="extract",
         sources=(("full", source),),
-        tensors=tuple(sliced_tensors(source, model, selection)),
-        config=cut_config(source.config, model, selection, active),
+        tensors=sliced_tensors(source, model, selection),
+        config=config,
+        texts=code_files(config),
         recipe=recipe,
         seed=None,
         card=card,
@@ -141,32 +144,26 @@ def refuse_uneven(selection: Selection, where: str) -> int:
     return counts[0]
 
 
-def sliced_tensors(source: Checkpoint, model: MoEModel, selection: Selection) -> list[NewTensor]:
+def sliced_tensors(source: Checkpoint, model: MoEModel, selection: Selection) -> dict[str, Lazy]:
     """All tensors of the result, in the order of the source."""
-    made: dict[str, NewTensor] = {}
+    made: dict[str, Lazy] = {}
     sliced: set[str] = set()
     if selection.counts[0] < model.num_experts:  # layers that nothing was selected for, and that do not run
         sliced.update(name for name in source.tensors if beyond_depth(source.config, layer_of(name)))
     for layer, ids in zip(model.layers, selection.kept, strict=True):
         for tensor in layer.expert_tensors:
-            sliced.update(tensor.names(layer.num_experts))
-        made.update(_sliced_layer(source, layer, ids))
-    return [
-        made.get(name) or whole(info) for name, info in source.tensors.items() if name in made or name not in sliced
-    ]
-
-
-def _sliced_layer(source: Checkpoint, layer: MoELayerTensors, ids: tuple[int, ...]) -> dict[str, NewTensor]:
-    made: dict[str, NewTensor] = {}
-    for tensor in layer.expert_tensors:
-        if tensor.axis is not None:
-            info = source.tensors[tensor.name]
-            made[tensor.name] = slot_tensor(tensor.name, [(info, expert) for expert in ids], axis=tensor.axis)
-            continue
-        old_names = tensor.names(layer.num_experts)
-        for name, expert in zip(tensor.names(len(ids)), ids, strict=True):
-            made[name] = whole(source.tensors[old_names[expert]], name)
-    return made
+            names = tensor.names(layer.num_experts)
+            sliced.update(names)
+            if tensor.axis is not None:
+                made[tensor.name] = stored(source.tensors[tensor.name]).take(ids, tensor.axis)
+            else:
+                own = zip(tensor.names(len(ids)), ids, strict=True)
+                made |= {name: stored(source.tensors[names[expert]]) for name, expert in own}
+    return {
+        name: made[name] if name in made else stored(info)
+        for name, info in source.tensors.items()
+        if name in made or name not in sliced
+    }
 
 
 _PREDICTED = "num_nextn_predict_layers"

@@ -6,15 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moesaic.checkpoint.card import model_card
+from moesaic.checkpoint.headers import TensorInfo
+from moesaic.checkpoint.lazy import Lazy, combine, concat, promoted, stored
 from moesaic.checkpoint.provenance import read_provenance
-from moesaic.checkpoint.rewrite import Rewrite, RewriteResult, rewrite_unless_dry
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
+from moesaic.checkpoint.write import NewCheckpoint, WriteResult, write_unless_dry
 from moesaic.common.errors import MoesaicError
 from moesaic.common.verbs import verb
+from moesaic.families.counting import beyond_depth, layer_of
 from moesaic.families.identity import Ids, SourceModel, describe, find_lineage, source_from_json
-from moesaic.families.moe import MoEModel, detect_running
-from moesaic.selection.merge_tensors import Merge, merged_tensors
+from moesaic.families.moe import ROUTER_ROLES, ExpertTensor, MoELayerTensors, MoEModel, detect_running
+from moesaic.modeling.names import code_files
+from moesaic.selection.experts import expert_part
 from moesaic.selection.recipe import MergeBackRecipe
 
 _OF_THE_FULL_MODEL = ("routing", "experts", "lineage")
@@ -22,7 +28,7 @@ _OF_THE_FULL_MODEL = ("routing", "experts", "lineage")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeBackResult(RewriteResult):
+class MergeBackResult(WriteResult):
     """What was made."""
 
     experts: int
@@ -57,7 +63,7 @@ def merge_back(
     """
     started = time.monotonic()
     plan, ids = plan_merge_back(recipe, out)
-    written = rewrite_unless_dry(plan, out, dry_run=dry_run, overwrite=overwrite, workers=workers, quiet=quiet)
+    written = write_unless_dry(plan, out, dry_run=dry_run, overwrite=overwrite, workers=workers, quiet=quiet)
     return MergeBackResult(
         out=written,
         experts=sum(map(len, ids)),
@@ -67,7 +73,7 @@ def merge_back(
     )
 
 
-def plan_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[Rewrite, Ids]:
+def plan_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[NewCheckpoint, Ids]:
     """The new checkpoint, resolved from headers, and the ids that the subset's experts have in it."""
     full, subset = open_checkpoint(recipe.full), open_checkpoint(recipe.subset)
     full_model, subset_model = detect_running(full), detect_running(subset)
@@ -76,18 +82,17 @@ def plan_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[Rewrite, 
     since, ids = _place(bases, subset, subset_model)
     _refuse_conflicts(recipe, since, ids, identity)
     merge = Merge(full=full, subset=subset, average=recipe.average)
-    tensors, work = merged_tensors(merge, full_model, subset_model, ids, recipe.parts)
     root = bases[-1]
     mine = {"name": subset.name, "ids": [list(row) for row in ids], "parts": list(recipe.parts)}
     merged = [*root.since, {**mine, "into": identity.to_json()}]
     record = read_provenance(full.path) or {}
     command = ["moesaic", "merge-back", recipe.full, recipe.subset, str(out)]
-    plan = Rewrite(
+    plan = NewCheckpoint(
         verb="merge-back",
         sources=(("full", full), ("subset", subset)),
-        tensors=tuple(tensors),
-        work=tuple(work),
+        tensors=merged_tensors(merge, full_model, subset_model, ids, recipe.parts),
         config=full.config,
+        texts=code_files(full.config),
         recipe=recipe,
         seed=None,
         card=model_card(
@@ -171,3 +176,81 @@ def _refuse_conflicts(
                 f"{recipe.subset}: {', '.join(both[:3])}{more} were put back from {other['name']} before; "
                 "say with --average how much of this subset to take"
             )
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """Two checkpoints, and how a value of both becomes one."""
+
+    full: Checkpoint
+    subset: Checkpoint
+    average: float | None
+
+    def tensor(self, target: TensorInfo, pieces: Sequence[tuple[Lazy, Lazy | None]]) -> Lazy:
+        """`target` from consecutive pieces: the full model's, and what replaces each or is averaged with it, if any."""
+        return concat([self._piece(target, *piece) for piece in pieces]).reshape(*target.shape)
+
+    def _piece(self, target: TensorInfo, ours: Lazy, theirs: Lazy | None) -> Lazy:
+        if theirs is None:
+            return ours
+        if theirs.size != ours.size:
+            raise MoesaicError(
+                f"{self.subset.name}: {theirs.sources[0].name} has another shape than {target.name} of "
+                f"{self.full.name}; only the number of experts may differ"
+            )
+        if self.average is None:  # both are read where a cast is needed: so say the records of earlier versions
+            return theirs if theirs.dtype == ours.dtype else combine(lambda both: both[1], [ours, theirs], ours.dtype)
+        # In float32 (float64 for float64), rounded once. `lerp` is exact at both ends, and the mean of equal values is
+        # that value.
+        average, wide = self.average, promoted(ours.dtype, theirs.dtype, "F32")
+        parts = [ours.cast(wide), theirs.cast(wide)]
+        return combine(lambda both: torch.lerp(both[0], both[1], average), parts, ours.dtype)
+
+    def whole(self, target: TensorInfo) -> Lazy:
+        """A tensor that both have under one name."""
+        theirs = self.subset.tensors.get(target.name)
+        if theirs is None or theirs.shape != target.shape:
+            state = "is missing" if theirs is None else f"has shape {list(theirs.shape)}, not {list(target.shape)}"
+            raise MoesaicError(f"{self.subset.name}: {target.name} {state}; leave it out of --with")
+        return self._piece(target, stored(target), stored(theirs))
+
+
+def merged_tensors(merge: Merge, full: MoEModel, subset: MoEModel, ids: Ids, parts: Sequence[str]) -> dict[str, Lazy]:
+    """All tensors of the result, in the order of the full model."""
+    made: dict[str, Lazy] = {}
+    experts: set[str] = set()
+    shared: set[str] = set()
+    for layer, cut, kept in zip(full.layers, subset.layers, ids, strict=True):
+        shared.update(layer.shared)
+        for tensor in layer.expert_tensors:
+            experts.update(tensor.names(layer.num_experts))
+            if tensor.role not in ROUTER_ROLES or "router" in parts:
+                made.update(_expert_tensors(merge, tensor, layer, cut, kept))
+    for name, info in merge.full.tensors.items():
+        part = "shared" if name in shared else "other"
+        stored_only = beyond_depth(merge.full.config, layer_of(name))
+        if name not in experts and part in parts and not stored_only:
+            made[name] = merge.whole(info)
+    return {name: made[name] if name in made else stored(info) for name, info in merge.full.tensors.items()}
+
+
+def _expert_tensors(
+    merge: Merge, tensor: ExpertTensor, layer: MoELayerTensors, cut: MoELayerTensors, kept: Sequence[int]
+) -> dict[str, Lazy]:
+    """The tensors of one role in one layer, with the kept experts' slots from the subset."""
+    place = {expert: number for number, expert in enumerate(kept)}
+    pieces = []
+    for expert in range(layer.num_experts):
+        ours = expert_part(merge.full, layer, tensor.role, expert)
+        theirs = expert_part(merge.subset, cut, tensor.role, place[expert]) if expert in place else None
+        assert ours is not None
+        if expert in place and theirs is None:
+            raise MoesaicError(f"{merge.subset.name}: layer {cut.layer} has no tensor for {tensor.role} of the experts")
+        pieces.append((ours, theirs))
+    if tensor.axis is not None:
+        return {tensor.name: merge.tensor(merge.full.tensors[tensor.name], pieces)}
+    names = tensor.names(layer.num_experts)
+    return {names[expert]: merge.tensor(merge.full.tensors[names[expert]], [pieces[expert]]) for expert in place}

@@ -5,7 +5,6 @@ read when its turn comes and dropped after it; experts are read right into their
 is kept is the hidden states of all sequences.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,8 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
-from moesaic.checkpoint.pio import explained, read_into
+from moesaic.checkpoint.lazy import Lazy, Region
+from moesaic.checkpoint.pio import opened, read_into
 from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
@@ -27,7 +27,7 @@ from moesaic.families.moe import ROUTER_ROLES, MoELayerTensors, detect_running
 from moesaic.loading import load_config
 from moesaic.routing.capture import find_block
 from moesaic.routing.restrict import install_recorded
-from moesaic.selection.slots import Slot, expert_slots
+from moesaic.selection.experts import expert_part
 
 _META = torch.device("meta")
 
@@ -231,27 +231,23 @@ class ExpertStacks:
             setattr(experts, name, nn.Parameter(stack, requires_grad=False))
 
     def _fill_one(self, target: Tensor, layer: MoELayerTensors, role: str, expert: int) -> None:
-        slots = expert_slots(self._checkpoint, layer, role, expert) or []
-        values_N, start = target.view(-1), 0
-        if sum(slot.info.shape[0] for slot in slots) != len(values_N):
+        part = expert_part(self._checkpoint, layer, role, expert)
+        if part is None or part.size != target.numel():
             raise MoesaicError(
                 f"{self._checkpoint.name}: expert {expert} of layer {layer.layer} does not have the "
                 f"{list(target.shape)} values for {role} that its config.json says"
             )
-        for slot in slots:
-            stop = start + slot.info.shape[0]
-            _read(slot, values_N[start:stop])
-            start = stop
+        _read(part, target.view(-1))
 
 
-def _read(slot: Slot, values_N: Tensor) -> None:
-    if TORCH_DTYPES.get(slot.source.dtype) != values_N.dtype:
-        values_N.copy_(read_tensor(slot.info))
+def _read(part: Lazy, values_N: Tensor) -> None:
+    """Read stored numbers into their place: in the same dtype right from the file, without a copy in between."""
+    if TORCH_DTYPES.get(part.dtype) != values_N.dtype:
+        values_N.copy_(part.read())
         return
-    info = slot.info
-    with explained(info.file):
-        fd = os.open(info.file, os.O_RDONLY)
-    try:
-        read_into(fd, values_N.view(torch.uint8).numpy().data, info.offset, info.file)
-    finally:
-        os.close(fd)
+    place = values_N.view(torch.uint8).numpy().data
+    for piece in part.pieces:
+        assert isinstance(piece, Region), "experts are stored"
+        with opened(piece.source.file) as fd:
+            read_into(fd, place[: piece.width], piece.source.offset + piece.start, piece.source.file)
+        place = place[piece.width :]
