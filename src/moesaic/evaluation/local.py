@@ -16,7 +16,7 @@ from moesaic.data.calibration import in_split
 from moesaic.data.files import SUFFIXES, DataFile, find_files, hash_files
 from moesaic.data.readers import Record, read_records
 from moesaic.data.recipe import SourceRecipe
-from moesaic.evaluation.benchmarks import Benchmark, categories_of_selection
+from moesaic.evaluation.benchmarks import Benchmark
 from moesaic.evaluation.tasks import Row, as_is, is_choice
 from moesaic.families.identity import describe, refuse_other_model
 from moesaic.families.moe import detect_running
@@ -241,7 +241,7 @@ class Subsets:
         """
         if self.single:
             return next(iter(self.by_name.values()))
-        names = categories_of_selection(task)
+        names = dict.fromkeys((task, task.removeprefix("mmlu_pro_").removeprefix("mmlu_")))  # MMLU: by category as well
         for name in names:
             if name in self.by_name:
                 return self.by_name[name]

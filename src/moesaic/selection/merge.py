@@ -20,7 +20,7 @@ from moesaic.families.counting import beyond_depth, layer_of
 from moesaic.families.identity import Ids, SourceModel, describe, find_lineage, source_from_json
 from moesaic.families.moe import ROUTER_ROLES, ExpertTensor, MoELayerTensors, MoEModel, detect_running
 from moesaic.modeling.names import code_files
-from moesaic.selection.experts import expert_part
+from moesaic.selection.slots import expert_part
 from moesaic.selection.recipe import MergeBackRecipe
 
 _OF_THE_FULL_MODEL = ("routing", "experts", "lineage")

@@ -27,7 +27,7 @@ from moesaic.families.moe import ROUTER_ROLES, MoELayerTensors, detect_running
 from moesaic.loading import load_config
 from moesaic.routing.capture import find_block
 from moesaic.routing.restrict import install_recorded
-from moesaic.selection.experts import expert_part
+from moesaic.selection.slots import expert_part
 
 _META = torch.device("meta")
 
