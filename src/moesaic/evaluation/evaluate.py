@@ -23,6 +23,7 @@ from moesaic.evaluation.local import (
     HeldOut,
     Subset,
     Subsets,
+    file_hashes,
     find_split,
     load_subsets,
     read_local,
@@ -181,7 +182,7 @@ def _text_job(recipe: EvalRecipe, task: SuiteTask, subset: Subset | None) -> Job
         for file in files:
             _warn_of_seen(subset, file.path, "held-out texts")
     identity = _identity(task, subset, None) | {
-        "data": perplexity.file_hashes(files),
+        "data": file_hashes(files),
         "domain_field": recipe.domain_field,
     }
     return Job(task=task, metric=TEXT_METRIC, identity=identity, subset=subset, documents=documents)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from moesaic.common.errors import MoesaicError
-from moesaic.data.calibration import in_split
 from moesaic.evaluation.benchmarks import Benchmark
 from moesaic.evaluation.local import WHOLE, DataMissingError, HeldOut, LocalData
 
@@ -141,7 +140,7 @@ def rows_left(tasks: Mapping[str, Any], held_out: HeldOut, limit: int | None) ->
     found = {}
     for name, task in tasks.items():
         numbers = range(len(task.eval_docs))
-        found[name] = [n for n in numbers if not in_split(n, share=held_out.share, seed=held_out.seed)][:limit]
+        found[name] = [n for n in numbers if not held_out.holds(n)][:limit]
     return found
 
 

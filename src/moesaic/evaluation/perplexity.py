@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
-from moesaic.data.files import DataFile, find_files, hash_files
+from moesaic.data.files import DataFile, find_files
 from moesaic.data.readers import read_records
 from moesaic.data.recipe import SourceRecipe
 from moesaic.evaluation.local import DataMissingError
@@ -92,12 +92,6 @@ def _domain(fields: Mapping[str, Any], name: str, file: DataFile, where: str) ->
             "name it with --domain-field, or take the file's name with --domain-field ''"
         )
     return str(fields[name])
-
-
-def file_hashes(files: Sequence[DataFile]) -> dict[str, str]:
-    """File name -> xxh3_128 of its bytes."""
-    hashes = hash_files(tuple(files), label="hashing", quiet=True)
-    return {file.path.name: digest for file, digest in zip(files, hashes, strict=True)}
 
 
 def measure(
