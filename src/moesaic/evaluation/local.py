@@ -1,15 +1,26 @@
-"""Benchmarks in local files: which files, and the rows of each part in the hub's form. Torch-free."""
+"""What is measured in local files, and under which selections: the rows of each part in the hub's form, one selection
+for all tasks or a folder with one per task or category, and the rows that these were made on. Torch-free.
+"""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import xxhash
+
+from moesaic.checkpoint.pio import explained
+from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
-from moesaic.data.files import SUFFIXES, DataFile, hash_files
+from moesaic.data.calibration import in_split, is_choice
+from moesaic.data.files import SUFFIXES, DataFile, find_files, hash_files
 from moesaic.data.readers import Record, read_records
-from moesaic.evaluation.benchmark import Benchmark
-from moesaic.evaluation.rows import Row, as_is, is_choice
-from moesaic.selection.calibration import in_split
+from moesaic.data.recipe import SourceRecipe
+from moesaic.evaluation.benchmarks import Benchmark
+from moesaic.evaluation.tasks import Row, as_is
+from moesaic.families.identity import describe, refuse_other_model
+from moesaic.families.moe import detect_running
+from moesaic.routing.subset import Selection, load_selection
 
 _COMPRESSIONS = ("", ".gz", ".zst")
 WHOLE = ""
@@ -26,6 +37,10 @@ class HeldOut:
 
     share: float
     seed: int
+
+    def holds(self, number: int) -> bool:
+        """Whether row `number` is in it."""
+        return in_split(number, share=self.share, seed=self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +103,7 @@ def read_local(
         raise DataMissingError(f"{files[benchmark.split]} has no rows of {name}")
     return LocalData(
         rows=complete,
-        hashes=_hashes(files),
+        hashes=file_hashes([_data_file(path) for path in files.values()]),
         missing_parts=tuple(part for part in parts if part not in complete),
     )
 
@@ -109,8 +124,8 @@ def _find(folder: Path, stem: str, split: str, *, shots: int, evaluated: str) ->
 
 
 def _rows(file: Path, benchmark: Benchmark, held_out: HeldOut | None) -> Iterator[tuple[str, Row]]:
-    for number, record in enumerate(_records(file)):
-        if held_out is not None and in_split(number, share=held_out.share, seed=held_out.seed):
+    for number, record in enumerate(read_records(_data_file(file), ("text",), lambda _amount: None)):
+        if held_out is not None and held_out.holds(number):
             continue
         part = _part(record, benchmark.part_field)
         for row in _adapted(record, benchmark):
@@ -139,10 +154,6 @@ def _not_a_row(record: Record, benchmark: Benchmark, reason: str) -> MoesaicErro
     )
 
 
-def _records(file: Path) -> Iterator[Record]:
-    return read_records(_data_file(file), ("text",), lambda _amount: None)
-
-
 def _part(record: Record, field: str | None) -> str:
     if field is None:
         return WHOLE
@@ -155,7 +166,103 @@ def _data_file(path: Path) -> DataFile:
     return DataFile(path=path, format=SUFFIXES[".jsonl"], size=path.stat().st_size)
 
 
-def _hashes(files: Mapping[str, Path]) -> dict[str, str]:
-    found = tuple(_data_file(path) for path in files.values())
-    hashes = hash_files(found, label="hashing", quiet=True)
-    return {file.path.name: digest for file, digest in zip(found, hashes, strict=True)}
+def file_hashes(files: Sequence[DataFile]) -> dict[str, str]:
+    """File name -> xxh3_128 of its bytes."""
+    hashes = hash_files(tuple(files), label="hashing", quiet=True)
+    return {file.path.name: digest for file, digest in zip(files, hashes, strict=True)}
+
+
+# --- selections that an evaluation runs under -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subset:
+    """A selection and the file it came from."""
+
+    file: Path
+    digest: str
+    selection: Selection
+
+    def record(self) -> dict[str, Any]:
+        """What results say of it."""
+        counts = self.selection.counts
+        return {
+            "file": str(self.file),
+            "hash": self.digest,
+            "method": self.selection.method,
+            "kept": counts[0] if len(set(counts)) == 1 else list(counts),
+            "of": self.selection.source.num_experts,
+        }
+
+    def drawn(self) -> HeldOut | None:
+        """The share of the rows that it was made on, where it was made on a share."""
+        data = self.selection.details.get("data") or {}
+        share = data.get("split")
+        return None if share is None or share >= 1 else HeldOut(share=float(share), seed=int(data.get("seed", 0)))
+
+    def made_on(self, file: Path) -> bool:
+        """Whether it was made on rows of a file, or of a folder with it."""
+        data = self._data_path()
+        return data is not None and file.resolve().is_relative_to(data)
+
+    def drawn_from(self, file: Path) -> HeldOut | None:
+        """The share of a file's rows that it was made on.
+
+        None also for all but the first file of a folder: rows are counted over all files, so theirs are not known.
+        """
+        data = self._data_path()
+        if data is None or not self.made_on(file):
+            return None
+        first = (
+            data
+            if data.is_file()
+            else find_files(SourceRecipe(path=str(data), domain="calibration"), quiet=True)[0].path
+        )
+        return self.drawn() if first.resolve() == file.resolve() else None
+
+    def _data_path(self) -> Path | None:
+        path = (self.selection.details.get("data") or {}).get("path")
+        return None if path is None else Path(path).expanduser().resolve()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subsets:
+    """Selections by the stem of their file; a single file is for every task."""
+
+    path: Path
+    by_name: dict[str, Subset]
+    single: bool
+
+    def find(self, task: str) -> Subset:
+        """The selection for a task.
+
+        Raises:
+            DataMissingError: the folder has none for it.
+        """
+        if self.single:
+            return next(iter(self.by_name.values()))
+        names = dict.fromkeys((task, task.removeprefix("mmlu_pro_").removeprefix("mmlu_")))  # MMLU: by category as well
+        for name in names:
+            if name in self.by_name:
+                return self.by_name[name]
+        raise DataMissingError(f"no selection {' or '.join(f'{name}.json' for name in names)} in {self.path}")
+
+
+def load_subsets(path: Path, checkpoint: Checkpoint) -> Subsets:
+    """Read one selection, or all of a folder, and check that they were made for this checkpoint.
+
+    Raises:
+        MoesaicError: a file that is no selection or is of another model; a checkpoint without routed experts.
+    """
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    if not files:
+        raise MoesaicError(f"--selection {path}: the folder has no selection (.json); make them with `moesaic select`")
+    source = describe(checkpoint, detect_running(checkpoint))
+    found = {}
+    for file in files:
+        selection = load_selection(file)
+        refuse_other_model(selection.source, source, str(file))
+        with explained(file):
+            digest = xxhash.xxh3_128_hexdigest(file.read_bytes())
+        found[file.stem] = Subset(file=file, digest=digest, selection=selection)
+    return Subsets(path=path, by_name=found, single=not path.is_dir())

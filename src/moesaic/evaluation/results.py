@@ -6,7 +6,7 @@ Finished tasks are kept by a second call with the same settings; one with others
 import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,18 +14,15 @@ from typing import Any
 
 from moesaic.checkpoint.pio import write_file
 from moesaic.checkpoint.provenance import fingerprint, read_provenance, versions
-from moesaic.checkpoint.source import Checkpoint, load_json, open_checkpoint
+from moesaic.checkpoint.results import FORMAT, mean_error, read_results
+from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError
-from moesaic.evaluation.suites import Average, Suite
+from moesaic.evaluation.recipe import Average, EvalRecipe, Suite
+from moesaic.families.identity import sample_hash
 from moesaic.families.moe import detect_moe
-from moesaic.selection.source import sample_hash
-
-FORMAT = "moesaic-results/1"
-
-_MUST_AGREE = ("settings", "versions")
 
 
-def new_document(opened: Checkpoint, settings: Mapping[str, Any]) -> dict[str, Any]:
+def new_document(opened: Checkpoint, recipe: EvalRecipe) -> dict[str, Any]:
     """A results file without results; reads all of the checkpoint for its hash."""
     record = read_provenance(opened.path) or {}
     sample, lineage = sample_hash(opened), record.get("lineage")
@@ -43,7 +40,14 @@ def new_document(opened: Checkpoint, settings: Mapping[str, Any]) -> dict[str, A
             "full_model": full_model,
             "experts": _experts(opened, record),
         },
-        "settings": dict(settings),
+        "settings": {
+            "limit": recipe.limit,
+            "seed": recipe.seed,
+            "batch_size": recipe.batch_size,
+            "device": recipe.device or "auto",
+            "dtype": recipe.dtype,
+            "chat_template": False,
+        },
         "versions": versions() | {"lm_eval": version("lm_eval")},
         "suites": {},
         "tasks": {},
@@ -74,70 +78,25 @@ def _experts(opened: Checkpoint, record: Mapping[str, Any]) -> dict[str, int] | 
     return {"kept": number, "of": lineage[-1]["model"]["num_experts"] if lineage else number}
 
 
-@dataclass(frozen=True, kw_only=True)
-class AverageScore:
-    """An unweighted mean over tasks."""
+def average(rule: Average, suite: Suite, tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The unweighted mean of a suite's tasks that have a score, for the results file; says which have none.
 
-    name: str
-    score: float | None
-    """None where no task of it has a score."""
-    standard_error: float | None
-    """Of independent tasks: root of the sum of squared errors, over their number; None where one is unknown."""
-    over: tuple[str, ...]
-    missing: tuple[str, ...]
-    """Tasks that belong to it and have no score; it is then not the paper's average."""
-    partial: tuple[str, ...]
-    """Tasks in it of which only some parts had data."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether it is over all of its tasks, whole."""
-        return not self.missing and not self.partial
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "name": self.name,
-            "score": self.score,
-            "standard_error": self.standard_error,
-            "over": list(self.over),
-            "missing": list(self.missing),
-            "partial": list(self.partial),
-            "complete": self.complete,
-        }
-
-
-def average(rule: Average, suite: Suite, tasks: Mapping[str, Mapping[str, Any]]) -> AverageScore:
-    """The mean of a suite's tasks that have a score; says which have none."""
+    Without all of its tasks, whole, it is not the paper's average, and `complete` is false. The standard error is that
+    of independent tasks: root of the sum of squared errors, over their number; None where one is unknown.
+    """
     names = [task.task for task in suite.tasks if task.task not in rule.without]
     over = [name for name in names if name in tasks and tasks[name]["score"] is not None]
-    return AverageScore(
-        name=rule.name,
-        score=sum(tasks[name]["score"] for name in over) / len(over) if over else None,
-        standard_error=mean_error([tasks[name]["standard_error"] for name in over]),
-        over=tuple(over),
-        missing=tuple(name for name in names if name not in over),
-        partial=tuple(name for name in over if tasks[name].get("missing_parts")),
-    )
-
-
-def mean_error(errors: Sequence[float | None]) -> float | None:
-    """Standard error of the mean of independent scores; None where one of theirs is unknown."""
-    known = [error for error in errors if error is not None]
-    if not errors or len(known) < len(errors):
-        return None
-    return math.sqrt(math.fsum(error * error for error in known)) / len(known)
-
-
-def read_results(path: Path) -> dict[str, Any]:
-    """Read a results file; one that is none is a MoesaicError."""
-    document = load_json(path)
-    if document.get("format") != FORMAT:
-        raise MoesaicError(f"{path}: not a results file (format is {document.get('format')!r}, expected {FORMAT!r})")
-    for key in ("checkpoint", "settings", "versions", "tasks", "missing", "averages"):
-        if not isinstance(document.get(key), list if key == "averages" else dict):
-            raise MoesaicError(f"{path}: damaged results file: {key!r} is not there; evaluate again")
-    return document
+    missing = [name for name in names if name not in over]
+    partial = [name for name in over if tasks[name].get("missing_parts")]
+    return {
+        "name": rule.name,
+        "score": sum(tasks[name]["score"] for name in over) / len(over) if over else None,
+        "standard_error": mean_error([tasks[name]["standard_error"] for name in over]),
+        "over": over,
+        "missing": missing,
+        "partial": partial,
+        "complete": not missing and not partial,
+    }
 
 
 def write_results(path: Path, document: Mapping[str, Any]) -> None:
@@ -145,22 +104,66 @@ def write_results(path: Path, document: Mapping[str, Any]) -> None:
     write_file(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
-def refuse_other_settings(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Refuse to add to a results file of another model, other settings or other versions."""
+def continued(path: Path, new: Mapping[str, Any], identities: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The results file that is there, to add to.
+
+    Args:
+        path: of the file.
+        new: what would be begun in its place.
+        identities: task -> what identifies its numbers: data, shots, metric.
+
+    Raises:
+        MoesaicError: it is of another model, other settings or other versions, or has a task of another identity.
+    """
+    old = read_results(path)
     theirs, ours = old["checkpoint"], new["checkpoint"]
     if theirs["weights_hash"] != ours["weights_hash"]:
         raise MoesaicError(
             f"{path}: has results of {theirs['name']} with other weights (hash {theirs['weights_hash'][:12]}) than "
             f"{ours['name']} has (hash {ours['weights_hash'][:12]}); use another --out, or --overwrite to begin anew"
         )
-    for group in _MUST_AGREE:
-        for key in sorted({*old[group], *new[group]}):
-            before, now = old[group].get(key), new[group].get(key)
-            if before != now:
-                raise MoesaicError(
-                    f"{path}: was measured with {key} {before}, this call has {now}; use another --out, or --overwrite "
-                    "to begin anew"
-                )
+    for group in ("settings", "versions"):
+        for key, before, now in _differences(old[group], new[group]):
+            raise MoesaicError(
+                f"{path}: was measured with {key} {before}, this call has {now}; use another --out, or --overwrite "
+                "to begin anew"
+            )
+    for name, identity in identities.items():
+        if name not in old["tasks"]:
+            continue
+        entry = old["tasks"][name]
+        for key, before, now in _differences({**entry["identity"], "metric": entry["metric"]}, identity):
+            raise MoesaicError(
+                f"{path}: {name} was measured with {key} {_short(before)}, this call has {_short(now)}; use another "
+                "--out, or --overwrite to begin anew"
+            )
+    return old
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for key in sorted({*before, *now}):
+        if before.get(key) != now.get(key):
+            yield key, before.get(key), now.get(key)
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def record_suite(document: dict[str, Any], suite: Suite, missing: Mapping[str, str]) -> None:
+    """Put the suite, what is missing of it and its averages into the document."""
+    tasks = document["tasks"]
+    document["suites"][suite.name] = {
+        "about": suite.about,
+        "version": suite.version,
+        "tasks": [task.task for task in suite.tasks],
+    }
+    kept = {name: reason for name, reason in document["missing"].items() if name not in tasks}
+    document["missing"] = kept | {name: reason for name, reason in missing.items() if name not in tasks}
+    others = [one for one in document["averages"] if one["suite"] != suite.name]
+    own = [{"suite": suite.name} | average(rule, suite, tasks) for rule in suite.averages]
+    document["averages"] = others + own
 
 
 def finite_only(value: Any) -> Any:
@@ -172,21 +175,81 @@ def finite_only(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def finished(path: Path, old: Mapping[str, Any], name: str, identity: Mapping[str, Any], metric: str) -> bool:
-    """Whether a results file has a task already; one of other data, other shots or another metric is refused."""
-    if name not in old["tasks"]:
-        return False
-    entry = old["tasks"][name]
-    before, now = {**entry["identity"], "metric": entry["metric"]}, {**identity, "metric": metric}
-    for key in sorted({*before, *now}):
-        if before.get(key) != now.get(key):
-            raise MoesaicError(
-                f"{path}: {name} was measured with {key} {_short(before.get(key))}, this call has "
-                f"{_short(now.get(key))}; use another --out, or --overwrite to begin anew"
-            )
-    return True
+# --- what `moesaic eval` says at the end ------------------------------------------------------------------------------
 
 
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+@dataclass(frozen=True, kw_only=True)
+class EvalResult:
+    """The results of a call, with those of earlier calls into the same file."""
+
+    out: Path | None
+    suite: str
+    document: Mapping[str, Any]
+    """What the results file holds."""
+    missing: Mapping[str, str]
+    """Task of the suite -> why it was not measured."""
+    ran: tuple[str, ...]
+    """Tasks that this call measured, or, in a dry run, would look at."""
+    dry_run: bool
+
+    def score(self, task: str) -> float:
+        """The score of a task, as a share (or bits per byte)."""
+        return self.document["tasks"][task]["score"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for `--json`."""
+        return {
+            "out": None if self.out is None else str(self.out),
+            "suite": self.suite,
+            "ran": list(self.ran),
+            "missing": dict(self.missing),
+            "dry_run": self.dry_run,
+            "results": dict(self.document),
+        }
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        tasks = self.document["tasks"]
+        names = self.document["suites"].get(self.suite, {}).get("tasks", [])
+        lines = [_task_line(name, tasks[name]) for name in names if name in tasks]
+        if self.dry_run:
+            lines += [f"{name}: would be measured" for name in self.ran if name not in tasks]
+        lines += [f"{name}: missing: {reason}" for name, reason in self.missing.items()]
+        lines += [_average_line(one) for one in self.document["averages"] if one["suite"] == self.suite]
+        if self.out is not None and not self.dry_run:
+            lines.append(f"written to {self.out}")
+        return lines
+
+
+def _task_line(name: str, task: Mapping[str, Any]) -> str:
+    if "text" in task:
+        return "\n".join(_text_lines(name, task["text"]))
+    parts = f" ({len(task['parts'])} parts, {len(task['missing_parts'])} missing)" if task["missing_parts"] else ""
+    shots = f"{task['shots']} shots, {task['samples']} rows"
+    return f"{name}{parts}: {_share(task['score'], task['standard_error'])} {task['metric']}, {shots}"
+
+
+def _text_lines(name: str, text: Mapping[str, Any]) -> list[str]:
+    rows = {"all": text["all"], **text["domains"]}
+    return [
+        f"{name} of {domain}: {_number(row['perplexity'], 3)}, {_number(row['bits_per_byte'], 4)} bits per byte, "
+        f"loss {_number(row['loss'], 4)}, {row['documents']} documents, {row['tokens']:,} tokens"
+        for domain, row in rows.items()
+    ]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _average_line(average: Mapping[str, Any]) -> str:
+    over = f"over {', '.join(average['over']) or 'nothing'}"
+    lacking = [*average["missing"], *(f"parts of {name}" for name in average["partial"])]
+    incomplete = f"; not the paper's: without {', '.join(lacking)}" if lacking else ""
+    return f"{average['name']}: {_share(average['score'], average['standard_error'])} {over}{incomplete}"
+
+
+def _share(score: float | None, error: float | None) -> str:
+    if score is None:
+        return "-"
+    return f"{100 * score:.2f}" if error is None else f"{100 * score:.2f} ± {100 * error:.2f}"

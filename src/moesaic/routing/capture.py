@@ -1,12 +1,12 @@
-"""One MoE block of a loaded model: where its parts are, and its experts run with the norm of every output.
+"""What the MoE layers of a loaded model do with tokens: where their parts are, and what passes through them in a call.
 
 Letters: T tokens, D hidden, E experts, K active, H twice the experts' width, R rows of one expert.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,12 @@ from torch import Tensor, nn
 
 from moesaic.common.errors import MoesaicError
 
+Scoring = Literal["softmax", "sigmoid"]
+
 _ROUTER_NAMES = ("gate", "router")
+
+_SHARED_BESIDE = ("shared_mlp",)
+"""Shared experts that the decoder layer, not the MoE block, adds (Granite-MoE-shared)."""
 
 _COMPILED_PER_SHAPE = (torch.bfloat16, torch.float16)
 """On CPUs, oneDNN compiles a kernel for every number of rows in these types: 2 ms, and 1.6 MB that it keeps."""
@@ -118,3 +123,94 @@ def _one_expert(experts: Any, expert: int, hidden_RD: Tensor) -> Tensor:
 
 def _linear(experts: Any, input_RX: Tensor, weight: Tensor) -> Tensor:
     return input_RX @ weight if experts.is_transposed else F.linear(input_RX, weight)
+
+
+def probabilities(logits_TE: Float[Tensor, "tokens experts"], scoring: Scoring) -> Float[Tensor, "tokens experts"]:
+    """The router's probabilities in float64: softmax over all experts, or sigmoid scores divided by their sum.
+
+    Without selection bias and groups: these decide which experts are used, not what they are worth.
+    """
+    logits_TE = logits_TE.double()
+    if scoring == "softmax":
+        return logits_TE.softmax(dim=-1)
+    scores_TE = logits_TE.sigmoid()
+    return scores_TE / scores_TE.sum(dim=-1, keepdim=True)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Routed:
+    """What one MoE layer did with some tokens."""
+
+    logits_TE: Float[Tensor, "tokens experts"]
+    ids_TK: Int64[Tensor, "tokens active"]
+    weights_TK: Float[Tensor, "tokens active"]
+    norms_TK: Float[Tensor, "tokens active"]
+    """2-norm of the selected experts' outputs, before weighting."""
+    input_TD: Float[Tensor, "tokens hidden"]
+    """What the block got."""
+    residual_TD: Float[Tensor, "tokens hidden"]
+    """The residual stream: the input before the norm that comes right before the block, where there is one."""
+    routed_TD: Float[Tensor, "tokens hidden"]
+    """Weighted sum of the routed experts."""
+    output_TD: Float[Tensor, "tokens hidden"]
+    """The same with the shared experts, as the model weighs them."""
+
+    def select(self, tokens: slice | Tensor) -> "Routed":
+        """Only some of the tokens: a range, or a mask."""
+        return Routed(**{name: value[tokens] for name, value in vars(self).items()})
+
+
+@contextmanager
+def observed(layer: nn.Module) -> Iterator[Callable[[], Routed]]:
+    """Watch a decoder layer with an MoE block; gives a function that says what the last call did, and forgets it."""
+    block = find_block(layer)
+    assert block is not None, "a dense layer"
+    seen: dict[nn.Module, tuple[Any, Any]] = {}
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        seen[module] = (args[0] if args else kwargs.get("hidden_states"), output)
+
+    def forward(hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        routed_TD, norms_TK = run_experts(block.experts, hidden_TD, ids_TK, weights_TK)
+        seen[block.experts] = (norms_TK, routed_TD)
+        return routed_TD
+
+    def routed() -> Routed:
+        found = _routed(layer, block, seen)
+        seen.clear()
+        return found
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced_forward(block.experts, forward))
+        for module in dict.fromkeys((*layer.children(), block.router, block.block)):
+            stack.callback(module.register_forward_hook(keep, with_kwargs=True).remove)
+        yield routed
+
+
+def _routed(layer: nn.Module, block: MoEBlock, seen: Mapping[nn.Module, tuple[Any, Any]]) -> Routed:
+    """Of what each module was given and gave in one call, that which matters; tokens flattened."""
+    assert block.router in seen, "the layer was not called"
+    logits_TE, weights_TK, ids_TK = seen[block.router][1]
+    norms_TK, routed_TD = seen[block.experts]
+    given: Tensor = seen[block.block][0]
+    output: Tensor = _first(seen[block.block][1])
+    residual = given
+    for before, after in seen.values():
+        if _first(after) is given:  # the norm right before the block
+            residual = before
+    beside = [_first(seen[child][1]) for name, child in layer.named_children() if name in _SHARED_BESIDE]
+    width = given.shape[-1]
+    return Routed(
+        logits_TE=logits_TE,
+        ids_TK=ids_TK,
+        weights_TK=weights_TK,
+        norms_TK=norms_TK,
+        input_TD=given.reshape(-1, width),
+        residual_TD=residual.reshape(-1, width),
+        routed_TD=routed_TD,
+        output_TD=sum(beside, start=output).reshape(-1, width),
+    )
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output

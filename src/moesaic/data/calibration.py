@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import xxhash
-
+from moesaic.common import seeds
 from moesaic.common.errors import MoesaicError
 from moesaic.data.files import find_files
+from moesaic.data.mmlu import category_of
 from moesaic.data.readers import read_records
 from moesaic.data.recipe import SourceRecipe
-from moesaic.evaluation.mmlu import category_of
 
 _FIELD = re.compile(r"\{(\w+)\}")
 
@@ -97,7 +96,7 @@ def in_split(number: int, *, share: float, seed: int) -> bool:
 
     The rest is for evaluation. Depends on the seed and the number alone.
     """
-    return xxhash.xxh3_64_intdigest(f"split/{seed}/{number}".encode()) < share * 2**64
+    return seeds.within(share, "split", seed, number)
 
 
 def _rows(calibration: Calibration, *, quiet: bool) -> Iterator[_Row]:
@@ -110,8 +109,7 @@ def _rows(calibration: Calibration, *, quiet: bool) -> Iterator[_Row]:
             continue
         text = render(record.fields, calibration.template, record.where)
         if text.strip():
-            place = xxhash.xxh3_64_intdigest(f"sample/{calibration.seed}/{number}".encode())
-            yield _Row(place, number, text)
+            yield _Row(seeds.order("sample", calibration.seed, number), number, text)
 
 
 def _records(path: str, *, quiet: bool) -> Iterator[Any]:
@@ -124,7 +122,7 @@ def render(fields: Mapping[str, Any], template: str | None, where: str) -> str:
     """The text of one record."""
     if template is not None:
         known = dict(fields)
-        if _is_choice(fields):
+        if is_choice(fields):
             known["answer_text"] = fields["choices"][fields["answer"]]
         return _FIELD.sub(lambda match: str(_field(known, match[1], where)), template.replace("\\n", "\n"))
     for needed, text in _TEXTS:
@@ -152,13 +150,14 @@ def _field(fields: Mapping[str, Any], name: str, where: str) -> Any:
     return fields[name]
 
 
-def _is_choice(fields: Mapping[str, Any]) -> bool:
+def is_choice(fields: Mapping[str, Any]) -> bool:
+    """Whether a record is a multiple-choice question with an answer that is the number of one of its choices."""
     choices, answer = fields.get("choices"), fields.get("answer")
     return isinstance(choices, list) and type(answer) is int and 0 <= answer < len(choices)
 
 
 def _choice(fields: Mapping[str, Any], where: str) -> str:
-    if not _is_choice(fields):
+    if not is_choice(fields):
         raise MoesaicError(f"{where}: answer must be the index of one of the choices, got {fields['answer']!r}")
     return _asked(fields, str(fields["choices"][fields["answer"]]))
 
