@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import moesaic
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
+from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.routing.install import find_installation
 from moesaic.training import run as run_module
 from moesaic.training import state as state_module
@@ -22,7 +23,6 @@ from moesaic.training.recipe import TrainRecipe
 from moesaic.training.result import TrainResult
 from moesaic.training.run import train
 from moesaic.training.state import list_states
-from moesaic.training.validate import DomainLoss
 from tests.tiny_models import save_tiny
 from tests.tiny_moes import MOE_FAMILIES
 from tests.tiny_training import DENSE, MOE, VOCABULARY, tiny_recipe

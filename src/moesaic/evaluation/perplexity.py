@@ -23,8 +23,7 @@ from moesaic.data.readers import read_records
 from moesaic.data.recipe import SourceRecipe
 from moesaic.evaluation.local import DataMissingError
 from moesaic.families.context import trained_context
-from moesaic.routing.cross_entropy import IGNORED, token_losses
-from moesaic.training.validate import ratio_with_error
+from moesaic.modeling.cross_entropy import IGNORED, ratio_with_error, token_losses
 
 WINDOW = 2048
 """Most tokens that are predicted at once; a model that reaches less far has smaller windows."""

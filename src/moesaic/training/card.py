@@ -8,7 +8,7 @@ from moesaic.families.counting import ParameterCount
 from moesaic.training.recipe import TrainRecipe
 
 if TYPE_CHECKING:
-    from moesaic.training.validate import DomainLoss
+    from moesaic.modeling.cross_entropy import DomainLoss
 
 
 def model_card(

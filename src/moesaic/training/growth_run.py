@@ -14,6 +14,7 @@ from moesaic.common.progress import notice
 from moesaic.common.recipe import recipe_values
 from moesaic.expansion.measures import loss_jump
 from moesaic.expansion.result import copies_lines
+from moesaic.modeling.cross_entropy import ratio_with_error
 from moesaic.training.building import build_trainable
 from moesaic.training.growth import FOLDER, load_moments, write_grown
 from moesaic.training.growth_check import described, grown_plans
@@ -25,7 +26,7 @@ from moesaic.training.running import Run, save, throughput_of
 from moesaic.training.state import RunState
 from moesaic.training.step import Trainable
 from moesaic.training.tensors import set_updates, weights_of
-from moesaic.training.validate import document_losses, ratio_with_error
+from moesaic.training.validate import document_losses
 
 Losses = Mapping[str, tuple[Tensor, Tensor]]
 """Domain -> total loss and predicted tokens of each held-out document."""

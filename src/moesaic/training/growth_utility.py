@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from moesaic.common.errors import MoesaicError
+from moesaic.common.seeds import fold_key
 from moesaic.data.batch import PackedBatch
 from moesaic.expansion.gradients import ExpertGradients, norms_of_stacks
 from moesaic.expansion.utility import scores
-from moesaic.routing.cross_entropy import token_losses
-from moesaic.routing.draws import fold_key
+from moesaic.modeling.cross_entropy import token_losses
 from moesaic.routing.install import routing_context
 from moesaic.routing.losses import Load, measure_load, reduce_load
 from moesaic.training.growth_recipe import Transition

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from moesaic.common.progress import BAR_SECONDS, LINE_SECONDS, bar, duration, notice, on_terminal
+from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.planning.costs import flops_per_token
 from moesaic.routing.stats import busiest_share, dead_experts, load_entropy
 from moesaic.training.planning import PEAK_FLOPS
 from moesaic.training.recipe import Precision
 from moesaic.training.step import StepResult
-from moesaic.training.validate import DomainLoss
 
 
 class Throughput:

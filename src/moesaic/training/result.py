@@ -20,13 +20,13 @@ from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter
 from moesaic.common.recipe import recipe_values
 from moesaic.families.counting import count_shapes
+from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
 from moesaic.training.card import model_card
 from moesaic.training.folder import remove
 from moesaic.training.model import TrainedModel
 from moesaic.training.recipe import Precision, TrainRecipe
-from moesaic.training.validate import DomainLoss
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LAST_FILE = "config.json"  # without it a folder isn't a checkpoint

@@ -10,6 +10,7 @@ from moesaic.common.recipe import recipe_values
 from moesaic.data.batch import PackedBatch
 from moesaic.data.dataset import PackedDataset
 from moesaic.data.validation import ValidationSet
+from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.training.metrics import MetricsLog
 from moesaic.training.parallel import World
 from moesaic.training.recipe import TrainRecipe
@@ -17,7 +18,6 @@ from moesaic.training.report import Console, Throughput
 from moesaic.training.state import RunState, prune_states, save_state
 from moesaic.training.step import StepResult, Trainable
 from moesaic.training.tensors import optimizer_tensors_of, weights_of
-from moesaic.training.validate import DomainLoss
 
 
 @dataclass(kw_only=True)

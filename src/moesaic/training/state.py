@@ -31,9 +31,9 @@ from transformers import PreTrainedConfig
 from moesaic.checkpoint.pio import explained, sync_path
 from moesaic.checkpoint.source import load_json
 from moesaic.common.errors import MoesaicError
+from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.training.folder import RUN_FILE, UNFINISHED, list_states
 from moesaic.training.parallel import World
-from moesaic.training.validate import DomainLoss
 
 _FILE_BYTES = 64 << 20
 

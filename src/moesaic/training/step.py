@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moesaic.common.seeds import fold_key
 from moesaic.data.batch import PackedBatch
-from moesaic.routing.balancing import balanced_bias
-from moesaic.routing.cross_entropy import IGNORED, token_losses
-from moesaic.routing.draws import fold_key
+from moesaic.modeling.cross_entropy import IGNORED, token_losses
 from moesaic.routing.install import routing_context
-from moesaic.routing.losses import Load, balance_loss, measure_load, reduce_load, router_z_loss
-from moesaic.routing.types import RoutingContext, RoutingDecision
+from moesaic.routing.losses import Load, balance_loss, balanced_bias, measure_load, reduce_load, router_z_loss
+from moesaic.routing.pools import RoutingContext
+from moesaic.routing.rules import RoutingDecision
 from moesaic.training.model import TrainedModel
 from moesaic.training.optimizer import gradient_norm, scale_gradients, set_learning_rate
 from moesaic.training.parallel import World

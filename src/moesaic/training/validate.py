@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from moesaic.data.batch import PackedBatch
 from moesaic.data.validation import ValidationSet
-from moesaic.routing.cross_entropy import IGNORED, token_losses
+from moesaic.modeling.cross_entropy import IGNORED, token_losses
 from moesaic.training.parallel import reshard
 from moesaic.training.step import Trainable, shifted_labels
 

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moesaic.common.recipe import load_recipe
 from moesaic.data.batch import PackedBatch
+from moesaic.modeling.cross_entropy import ratio_with_error
 from moesaic.routing.install import install
 from moesaic.training.model import TrainedModel
 from moesaic.training.optimizer import build_optimizer, decays
@@ -16,7 +17,6 @@ from moesaic.training.parallel import World
 from moesaic.training.recipe import ScratchModel, TrainRecipe
 from moesaic.training.scratch import scratch_config
 from moesaic.training.step import StepResult, Trainable, run_step
-from moesaic.training.validate import ratio_with_error
 from moesaic.training.weights import MasterWeights
 from tests.tiny_training import DENSE, MOE, VOCABULARY
 

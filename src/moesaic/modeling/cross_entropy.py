@@ -1,10 +1,12 @@
-"""Cross-entropy and log-partition per token, in chunks and with a backward of its own.
+"""Cross-entropy and log-partition per token, in chunks and with a backward of its own; the loss of whole documents.
 
 Autograd over `logits.float()` keeps fp32 copies of a (tokens, vocabulary) matrix, by far the largest tensors of a step
 with a small model; here the logits themselves and one number per token are all that is kept, and the gradient is the
 only other matrix.
 """
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,3 +59,34 @@ def _chunks(logits_TV: Tensor) -> list[slice]:
     tokens, vocabulary = logits_TV.shape
     size = max(1, _CHUNK_ELEMENTS // vocabulary)
     return [slice(start, start + size) for start in range(0, tokens, size)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DomainLoss:
+    """Loss of one held-out set, in nats per predicted token."""
+
+    loss: float
+    """Total loss over total tokens."""
+    standard_error: float | None
+    """Of `loss`, with documents as the units that were drawn; `None` for a single document."""
+    documents: int
+    """Documents with at least one predicted token."""
+    tokens: int
+    """Predicted tokens."""
+
+
+def ratio_with_error(losses_N: Tensor, tokens_N: Tensor) -> DomainLoss:
+    """Total loss over total tokens of N documents, and the standard error of that ratio.
+
+    Documents differ in length, so the error is that of a ratio estimator (Cochran, Sampling Techniques, 6.4): the
+    root of N/(N-1) * sum (loss_i - ratio * tokens_i)^2, over the total number of tokens.
+    """
+    predicted = tokens_N > 0
+    losses_N, tokens_N = losses_N[predicted], tokens_N[predicted]
+    number, total = len(tokens_N), float(tokens_N.sum())
+    ratio = float(losses_N.sum()) / total if total else math.nan
+    error = None
+    if number > 1:
+        spread = float((losses_N - ratio * tokens_N).square().sum())
+        error = math.sqrt(number / (number - 1) * spread) / total
+    return DomainLoss(loss=ratio, standard_error=error, documents=number, tokens=int(total))
