@@ -226,7 +226,7 @@ def test_a_mistake_leaves_no_new_folder(tmp_path):
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_last_good_state(tmp_path, monkeypatch):
     def poisoned(trainable, batches, *, step, **more):
         if step == 3:
-            next(iter(trainable.model.model.parameters())).data.fill_(torch.nan)
+            next(iter(trainable.model.parameters())).data.fill_(torch.nan)
         return step_before(trainable, batches, step=step, **more)
 
     step_before = run_module.run_step

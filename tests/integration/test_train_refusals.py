@@ -11,10 +11,9 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.recipes import shipped_recipes
 from moesaic.training import run as run_module
-from moesaic.training.api import load_train_recipe
-from moesaic.training.drawing import refuse_unknown_keys
-from moesaic.training.recipe import ScratchModel, TrainRecipe
+from moesaic.training.recipe import ScratchModel, TrainRecipe, load_train_recipe
 from moesaic.training.run import train
+from moesaic.training.start import refuse_unknown_keys
 from moesaic.training.state import list_states, read_run
 from tests.tiny_training import DENSE, MOE, tiny_recipe
 

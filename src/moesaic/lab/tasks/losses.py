@@ -10,7 +10,7 @@ from moesaic.data.recipe import DataRecipe, SourceRecipe
 from moesaic.data.validation import ValidationSet, validation_sets
 from moesaic.lab.writing import valid_file
 from moesaic.modeling.cross_entropy import DomainLoss, ratio_with_error
-from moesaic.training.validate import add_losses
+from moesaic.training.step import add_losses
 
 
 def held_out_sets(

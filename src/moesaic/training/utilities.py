@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 from moesaic.common.errors import MoesaicError
-from moesaic.common.seeds import fold_key
 from moesaic.data.batch import PackedBatch
 from moesaic.expansion.gradients import ExpertGradients, norms_of_stacks
 from moesaic.expansion.utility import scores
-from moesaic.modeling.cross_entropy import token_losses
 from moesaic.routing.install import routing_context
 from moesaic.routing.losses import Load, measure_load, reduce_load
-from moesaic.training.growth_recipe import Transition
-from moesaic.training.step import Trainable, context_of, shifted_labels
-from moesaic.training.tensors import whole
+from moesaic.training.schedule import Transition
+from moesaic.training.start import Trainable
+from moesaic.training.state import whole
+from moesaic.training.step import batch_losses, context_of, seed_dropout
 
 PerLayer = dict[int, tuple[float, ...]]
 """MoE layer -> one number per expert."""
@@ -157,16 +156,12 @@ def _add_gradients(trainable: Trainable, batches: Sequence[PackedBatch], step: i
     world = trainable.world
     counts = torch.tensor(sum(batch.num_targets for batch in batches), device=world.device)
     targets = int(world.sum(counts).clamp_min(1))
-    torch.manual_seed(fold_key(trainable.recipe.seed, step, world.rank) >> 1)  # dropout, in models that have it
+    seed_dropout(trainable, step)
     load: Load | None = None
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in (batch.to(world.device) for batch in batches):
         with _loads(trainable, batch, step) as loads:
-            output = trainable.model.model(
-                input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False
-            )
-            losses_T, _ = token_losses(output.logits.flatten(0, 1), shifted_labels(batch))
-            loss = losses_T.sum() / targets
+            loss = batch_losses(trainable.model, batch)[0].sum() / targets
             total += loss.detach()
             (loss * world.size).backward()
         for one in loads:
@@ -180,7 +175,7 @@ def _add_gradients(trainable: Trainable, batches: Sequence[PackedBatch], step: i
 def _loads(trainable: Trainable, batch: PackedBatch, step: int) -> Iterator[list[Load]]:
     """Route as at inference, and have the load of the batch's experts, where rules work on the model's routers."""
     loads: list[Load] = []
-    installation = trainable.model.installation
+    installation = trainable.installation
     if installation is None:
         yield loads
         return
