@@ -32,13 +32,11 @@ from moesaic.training.schedule import positions, refuse_long_warmup
 from moesaic.training.start import Start, Trainable, build_trainable, load_run_tokenizer, refuse_unknown_keys
 from moesaic.training.state import (
     RunState,
-    optimizer_tensors_of,
     prune_states,
     read_run,
     remove_unfinished,
     restore,
     save_state,
-    weights_of,
 )
 from moesaic.training.step import StepResult
 
@@ -138,7 +136,7 @@ def start(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: boo
     check_expansions(trainable, done=len(saved.expansions))
     _tidy(out, recipe, world, fresh=state is None)
     if state is not None:
-        restore(trainable, state, saved.step - saved.reset_step, world)
+        restore(trainable, state, saved.step - saved.reset_step)
         notice(f"resuming after step {saved.step:,} of {steps:,}", quiet=quiet)
     return Session(
         out=out,
@@ -194,14 +192,7 @@ def save(run: Session) -> None:
         expansions=run.expansions,
         reset_step=run.reset_step,
     )
-    save_state(
-        run.states,
-        state,
-        weights=weights_of(run.trainable),
-        optimizer=optimizer_tensors_of(run.trainable),
-        config=run.trainable.config,
-        world=run.world,
-    )
+    save_state(run.states, state, run.trainable)
     if run.world.is_main:
         prune_states(run.states, run.recipe.checkpoint.keep)
     run.world.barrier()

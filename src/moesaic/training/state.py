@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from transformers import PreTrainedConfig
 
 from moesaic.checkpoint.pio import explained, sync_path
 from moesaic.checkpoint.source import load_json
@@ -89,19 +88,12 @@ def read_run(state: Path) -> RunState:
         raise MoesaicError(f"{state / RUN_FILE}: written by another version of moesaic: {error}") from error
 
 
-def save_state(
-    folder: Path,
-    run: RunState,
-    *,
-    weights: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor],
-    config: PreTrainedConfig,
-    world: World,
-) -> Path:
+def save_state(folder: Path, run: RunState, trainable: Trainable) -> None:
     """Write one state aside, sync it and rename it; all ranks call this with their shards.
 
     Raises: `MoesaicError` for a full disk and other failures of the disk. The states before stay as they are.
     """
+    world = trainable.world
     final = folder / run.name
     aside = final.with_name(final.name + UNFINISHED)
     with explained(final):
@@ -109,31 +101,18 @@ def save_state(
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
         world.barrier()
-        _write(weights, aside / "model", world)
-        _write(optimizer, aside / "optimizer", world)
+        _write(weights_of(trainable), aside / "model", world)
+        _write(optimizer_tensors_of(trainable), aside / "optimizer", world)
         world.barrier()
         if world.is_main:
-            config.save_pretrained(aside / "model")
+            trainable.config.save_pretrained(aside / "model")
             (aside / RUN_FILE).write_text(json.dumps(asdict(run), indent=2), encoding="utf-8")
-            for path in (
-                aside / "model" / "config.json",
-                aside / RUN_FILE,
-                aside / "model",
-                aside / "optimizer",
-                aside,
-            ):
-                sync_path(path)
+            for name in ("model/config.json", RUN_FILE, "model", "optimizer", "."):
+                sync_path(aside / name)
             shutil.rmtree(final, ignore_errors=True)
             aside.rename(final)
             sync_path(folder)
         world.barrier()
-    return final
-
-
-def load_state(state: Path, *, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], world: World) -> None:
-    """Read a state into tensors that are there already, each rank its shards."""
-    read_tensors(weights, state / "model", world)
-    read_tensors(optimizer, state / "optimizer", world)
 
 
 def prune_states(folder: Path, keep: int) -> None:
@@ -267,9 +246,10 @@ def optimizer_tensors_of(trainable: Trainable) -> dict[str, Tensor]:
     return tensors
 
 
-def restore(trainable: Trainable, state: Path, updates: int, world: World) -> None:
+def restore(trainable: Trainable, state: Path, updates: int) -> None:
     """Put a state that was saved in the place of what is there; `updates` are those that its moments are made of."""
-    load_state(state, weights=weights_of(trainable), optimizer=optimizer_tensors_of(trainable), world=world)
+    read_tensors(weights_of(trainable), state / "model", trainable.world)
+    read_tensors(optimizer_tensors_of(trainable), state / "optimizer", trainable.world)
     set_updates(trainable, updates)
     trainable.masters.publish()
 

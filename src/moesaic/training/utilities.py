@@ -80,24 +80,16 @@ def find_utilities(
 
     Raises: `MoesaicError` for a loss that is not finite.
     """
-    return _UTILITIES[transition.utility](trainable, transition, micro_batches, step)
+    if transition.utility in _WITHOUT_TEXT:
+        return Found(utilities=_WITHOUT_TEXT[transition.utility](trainable))
+    return _by_gradient(trainable, transition, micro_batches, step)
 
 
-def _uniform(
-    _trainable: Trainable, _transition: Transition, _batches: Callable[[int], list[PackedBatch]], _step: int
-) -> Found:
-    return Found(utilities={})
+def _weight_norms(trainable: Trainable) -> PerLayer:
+    return _norms(trainable, dict(trainable.masters.parameters))
 
 
-def _weight_norm(
-    trainable: Trainable, _transition: Transition, _batches: Callable[[int], list[PackedBatch]], _step: int
-) -> Found:
-    return Found(utilities=_norms(trainable, dict(trainable.masters.parameters)))
-
-
-def _approx_fisher(
-    trainable: Trainable, _transition: Transition, _batches: Callable[[int], list[PackedBatch]], _step: int
-) -> Found:
+def _approx_fisher(trainable: Trainable) -> PerLayer:
     """The trace of the diagonal Fisher information of each expert, as AdamW's second moments estimate it.
 
     These are running means of squared gradients, corrected for their start at zero. Reconstructed: the paper names this
@@ -113,7 +105,15 @@ def _approx_fisher(
             total_E = total_E + whole(state["exp_avg_sq"]).double().flatten(1).sum(1) / correction
         assert isinstance(total_E, Tensor)
         utilities[layer] = tuple(total_E.tolist())
-    return Found(utilities=utilities)
+    return utilities
+
+
+_WITHOUT_TEXT: dict[str, Callable[[Trainable], PerLayer]] = {
+    "uniform": lambda _: {},
+    "weight_norm": _weight_norms,
+    "approx_fisher": _approx_fisher,
+}
+"""Utilities that the model and its optimizer have; the others need gradients on text."""
 
 
 def _by_gradient(
@@ -132,23 +132,13 @@ def _by_gradient(
     counts = None if load is None else dict(zip(sums, reduce_load(load).counts_LE.tolist(), strict=True))
     measured = ExpertGradients(
         gradient_norms=means,
-        weight_norms=_norms(trainable, dict(trainable.masters.parameters)),
+        weight_norms=_weight_norms(trainable),
         tokens={layer: tuple(of_layer) for layer, of_layer in (counts or {}).items()},
         batches=len(steps),
     )
     return Found(
         utilities=scores(transition.utility, measured), batches=len(steps), unseen=_unseen(counts) if counts else None
     )
-
-
-_UTILITIES: dict[str, Callable[..., Found]] = {
-    "uniform": _uniform,
-    "weight_norm": _weight_norm,
-    "approx_fisher": _approx_fisher,
-    "gradient_norm": _by_gradient,
-    "gradient_squared": _by_gradient,
-    "saliency": _by_gradient,
-}
 
 
 def _add_gradients(trainable: Trainable, batches: Sequence[PackedBatch], step: int) -> Load | None:
