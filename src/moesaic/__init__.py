@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from moesaic.api import upcycle
     from moesaic.comparison.comparing import compare
     from moesaic.evaluation.evaluating import evaluate
-    from moesaic.expansion.api import expand
+    from moesaic.expansion.run import expand
     from moesaic.exporting.run import export
     from moesaic.generation import generate
     from moesaic.loading import load
-    from moesaic.planning import plan
+    from moesaic.planning.run import plan
     from moesaic.reporting.api import report
     from moesaic.selection.extraction import extract
     from moesaic.selection.merging import merge_back
     from moesaic.selection.restriction import restrict
     from moesaic.selection.selecting import select
     from moesaic.training.run import train
-    from moesaic.verifying import verify
+    from moesaic.verifying.run import verify
 
 __all__ = [
     "MoesaicError",
@@ -58,20 +58,20 @@ __version__ = "0.1.0"
 _FUNCTIONS = {
     "compare": "moesaic.comparison.comparing",
     "evaluate": "moesaic.evaluation.evaluating",
-    "expand": "moesaic.expansion.api",
+    "expand": "moesaic.expansion.run",
     "export": "moesaic.exporting.run",
     "extract": "moesaic.selection.extraction",
     "generate": "moesaic.generation",
     "inspect": "moesaic.analysis.inspecting",
     "load": "moesaic.loading",
     "merge_back": "moesaic.selection.merging",
-    "plan": "moesaic.planning",
+    "plan": "moesaic.planning.run",
     "report": "moesaic.reporting.api",
     "restrict": "moesaic.selection.restriction",
     "select": "moesaic.selection.selecting",
     "train": "moesaic.training.run",
     "upcycle": "moesaic.api",
-    "verify": "moesaic.verifying",
+    "verify": "moesaic.verifying.run",
 }
 
 # `AutoModelForCausalLM.from_pretrained(folder)` works after `import moesaic`, which imports neither torch nor

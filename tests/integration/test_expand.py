@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.cli import app as cli
 from moesaic.common.errors import MoesaicError
-from moesaic.expansion.api import expand
 from moesaic.expansion.layers import LayerFile
+from moesaic.expansion.run import expand
 from moesaic.families.moe import detect_moe
 from tests.tiny_models import save_tiny
 from tests.tiny_moes import EXPERTS, save_tiny_moe

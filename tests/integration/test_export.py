@@ -195,7 +195,7 @@ def test_tied_rows_and_16_bit_routers_are_warned_about(tmp_path):
 
 
 def test_check_fails_where_the_result_differs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("moesaic.verifying.text.MAX_TOKENS", 40)
+    monkeypatch.setattr("moesaic.probe.MAX_TOKENS", 40)
     source = save_ours(tmp_path / "moe", "llama")
     assert cli.run(["export", str(source), str(tmp_path / "out"), "--check", "--quiet", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["checks"][0]["ok"] is True

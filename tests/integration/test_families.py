@@ -26,7 +26,7 @@ ROWS = {row.model_type: row for row in support()}
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr("moesaic.verifying.text.MAX_TOKENS", 40)
+    monkeypatch.setattr("moesaic.probe.MAX_TOKENS", 40)
 
 
 def save(folder: Path, family: str) -> Path:

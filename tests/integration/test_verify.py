@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from moesaic.common.errors import MoesaicError
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
 from moesaic.upcycling.run import upcycle
-from moesaic.verifying import VerifyReport
-from moesaic.verifying import verify as verify_any
+from moesaic.verifying.recipe import VerifyReport
+from moesaic.verifying.run import verify as verify_any
 from tests.tiny_models import save_tiny
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from moesaic.expansion.allocation import sources_of
-from moesaic.expansion.operators import ROUTER_OPERATORS
-from moesaic.expansion.router import duplicate_noise, duplicates_of, grown_rows, zero_sum_noise
+from moesaic.expansion.operators import ROUTER_OPERATORS, duplicate_noise, duplicates_of, grown_rows, zero_sum_noise
 from moesaic.modeling.modeling_moesaic import group_members, route_one_per_group, route_topk
 from moesaic.upcycling.randomness import generator
 

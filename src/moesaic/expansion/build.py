@@ -12,12 +12,17 @@ from moesaic.checkpoint.layout import OutputTensor, parse_size
 from moesaic.checkpoint.pieces import ComputedTensor, NewTensor, Put, Work, slot_tensor, whole
 from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
 from moesaic.checkpoint.rewrite import Rewrite, original_experts
-from moesaic.expansion.config import grown_config
+from moesaic.expansion.exact import Statement, grown_config, statement
 from moesaic.expansion.layers import LayerFile
-from moesaic.expansion.operators import EXPERT_OPERATORS, ROUTER_OPERATORS
+from moesaic.expansion.operators import (
+    EXPERT_OPERATORS,
+    ROUTER_OPERATORS,
+    duplicate_noise,
+    duplicates_of,
+    grown_rows,
+    zero_sum_noise,
+)
 from moesaic.expansion.resolve import ExpandPlan
-from moesaic.expansion.router import duplicate_noise, duplicates_of, grown_rows, zero_sum_noise
-from moesaic.expansion.statement import Statement, statement
 from moesaic.families.counting import count_shapes
 from moesaic.families.moe import ExpertTensor, MoELayerTensors
 from moesaic.selection.rules import cut_routing

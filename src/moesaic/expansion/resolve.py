@@ -8,13 +8,14 @@ from typing import Any
 from moesaic.checkpoint.layout import parse_size
 from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
+from moesaic.common import seeds
 from moesaic.common.errors import MoesaicError
 from moesaic.expansion.allocation import allocate, evenly, sources_of
 from moesaic.expansion.recipe import ExpandRecipe
-from moesaic.expansion.targets import Conversion, conversion_of
+from moesaic.families.conversions import Conversion, conversion_of
 from moesaic.families.counting import beyond_depth
 from moesaic.families.moe import MoEModel, detect_moe
-from moesaic.upcycling.streams import stream_key
+from moesaic.selection.source import group_count
 
 Utilities = Mapping[int, tuple[float, ...]]
 """Layer -> utility of each expert."""
@@ -32,7 +33,7 @@ class ExpandPlan:
     groups: int
     """Groups of the family's group-limited selection, before; 1 without."""
     whole_groups: bool
-    """The groups are duplicated as a whole, and their number grows (statement (a) with group-limited selection)."""
+    """The groups are duplicated as a whole, and their number grows (E1 with group-limited selection)."""
     conversion: Conversion | None
     """How the family becomes our architecture; None: it stays what it is."""
     recorded: Mapping[str, Any] | None
@@ -78,7 +79,7 @@ class ExpandPlan:
 
     @property
     def multiplied(self) -> bool:
-        """K' = m * K for an m-fold duplication: statement (a) of methods.md."""
+        """K' = m * K for an m-fold duplication: what E1 of docs/statements.md needs."""
         return self.multiple is not None and self.top_k == self.multiple * self.model.top_k
 
     @property
@@ -121,7 +122,7 @@ class ExpandPlan:
                 f"{self.checkpoint.name}: the utilities of all experts of layer {layer} are 0 "
                 f"({self.recipe.utility or self.recipe.utility_from}); use other calibration text, or --utility uniform"
             )
-        rng = random.Random(stream_key(self.recipe.seed, "expand", layer, "allocation"))
+        rng = random.Random(seeds.key(self.recipe.seed, "expand", layer, "allocation"))
         return allocate(utilities, self.added, cap=self.recipe.cap, rule=self.recipe.allocation, rng=rng, groups=groups)
 
 
@@ -160,15 +161,6 @@ def resolve(recipe: ExpandRecipe, opener: Callable[[str], Checkpoint] = open_che
     _check_router_op(plan)
     check_recorded_rule(plan)
     return replace(plan, notices=tuple(_notices(plan)))
-
-
-def group_count(config: Mapping[str, Any], model: MoEModel) -> int:
-    """Number of groups of a family's group-limited selection; 1 where selection is over all experts."""
-    keys = model.family.group_keys
-    if keys is None or config.get("topk_method") == "greedy":
-        return 1
-    value = config.get(keys[0])
-    return value if isinstance(value, int) else 1
 
 
 def _utility(recipe: ExpandRecipe) -> Any:

@@ -11,8 +11,7 @@ from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.progress import progress
 from moesaic.exporting.result import LogitCheck
 from moesaic.loading import load, pick_device
-from moesaic.verifying.measure import run_logits
-from moesaic.verifying.text import random_tokens, read_text, tokens_for
+from moesaic.probe import random_tokens, read_text, run_logits, tokens_for
 
 RELATIVE = 2e-5
 """Largest difference that counts as rounding, per unit of the largest logit (at least 1)."""

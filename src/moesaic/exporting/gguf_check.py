@@ -12,7 +12,7 @@ from moesaic.common.progress import progress
 from moesaic.exporting.check import compare_logits, tokens_of
 from moesaic.exporting.result import LogitCheck
 from moesaic.loading import load
-from moesaic.verifying.measure import run_logits
+from moesaic.probe import run_logits
 
 RELATIVE = 5e-5
 """Largest difference that counts as rounding, per unit of the largest logit; llama.cpp sums in other orders."""

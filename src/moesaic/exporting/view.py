@@ -6,11 +6,11 @@ from typing import Any
 
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
-from moesaic.expansion.targets import CONVERSIONS, REASONS, converted_config
 from moesaic.exporting.emo import emo_config, emo_layers
 from moesaic.exporting.layouts import Expert
 from moesaic.exporting.parts import LayerParts, layer_parts
 from moesaic.exporting.rows import Rows, stored
+from moesaic.families.conversions import CONVERSIONS, REASONS, converted_config
 from moesaic.families.moe import detect_moe
 from moesaic.families.moe_table import CONVERTED_FIRST
 from moesaic.families.shapes import config_shapes

@@ -25,13 +25,13 @@ from moesaic.checkpoint.provenance import write_provenance
 from moesaic.checkpoint.rewrite import rewrite
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.common.intervals import loss_jump
 from moesaic.common.progress import notice
 from moesaic.common.recipe import recipe_values
 from moesaic.expansion.build import build
-from moesaic.expansion.measures import loss_jump
+from moesaic.expansion.exact import statement
 from moesaic.expansion.resolve import ExpandPlan
-from moesaic.expansion.result import copies_lines
-from moesaic.expansion.statement import statement
+from moesaic.expansion.run import copies_lines
 from moesaic.families.moe import detect_moe
 from moesaic.modeling.cross_entropy import ratio_with_error
 from moesaic.training.growth_plan import as_keys, described, grown_plans, resolve_transition

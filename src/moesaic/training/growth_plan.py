@@ -16,13 +16,12 @@ from typing import Any
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
-from moesaic.expansion.config import grown_config
 from moesaic.expansion.costs import PAPER_RATIO, Phase, cost_table, saving_of_phases
+from moesaic.expansion.exact import grown_config
 from moesaic.expansion.resolve import ExpandPlan, check_recorded_rule, resolve
+from moesaic.families.costs import flops_per_token, number
 from moesaic.families.counting import ParameterCount, Shapes, count_shapes
 from moesaic.families.shapes import config_shapes
-from moesaic.planning.costs import flops_per_token
-from moesaic.planning.report import number
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.schedule import Transition, positions
 

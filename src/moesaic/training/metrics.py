@@ -15,8 +15,8 @@ import torch
 
 from moesaic.checkpoint.pio import explained
 from moesaic.common.progress import BAR_SECONDS, LINE_SECONDS, bar, duration, notice, on_terminal
+from moesaic.families.costs import flops_per_token
 from moesaic.modeling.cross_entropy import DomainLoss
-from moesaic.planning.costs import flops_per_token
 from moesaic.routing.stats import busiest_share, dead_experts, load_entropy
 from moesaic.training.planning import PEAK_FLOPS
 from moesaic.training.start import Trainable

@@ -9,11 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.cli import app as cli
-from moesaic.expansion.api import expand
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.expansion.resolve import resolve
-from moesaic.expansion.result import copies_lines
-from moesaic.expansion.targets import CONVERSIONS, REASONS
+from moesaic.expansion.run import copies_lines, expand
+from moesaic.families.conversions import CONVERSIONS, REASONS
 from moesaic.families.moe import detect_moe
 from moesaic.families.moe_table import MOE_FAMILIES
 from tests.tiny_moes import save_tiny_moe, tiny_moe

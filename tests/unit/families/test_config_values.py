@@ -13,7 +13,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.families.config_values import ACTIVATIONS, ROPE_NEEDS
 from moesaic.families.dense import detect
 from moesaic.families.dense_shapes import text_config
-from moesaic.planning import plan
+from moesaic.planning.run import plan
 from tests.tiny_models import save_tiny, tiny_moe_model
 
 

@@ -9,7 +9,7 @@ from moesaic.checkpoint.layout import OutputTensor, plan_files
 from moesaic.common.yaml_text import parse_yaml
 from moesaic.families.shapes import config_shapes
 from moesaic.modeling.names import class_names
-from moesaic.planning import plan
+from moesaic.planning.run import plan
 from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.training.planning import PEAK_FLOPS, TrainPlan
 from moesaic.training.recipe import ScratchModel, load_train_recipe, scratch_config

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from moesaic.verifying.identities import rho, scaled_dense
-from moesaic.verifying.measure import LayerView, compare_logits, measure_layer, run_dense
+from moesaic.verifying.measure import LayerView, compare_logits, measure_layer, rho, run_dense, scaled_dense
 
 TOKENS, HIDDEN, EXPERTS, K = 40, 6, 6, 3
 

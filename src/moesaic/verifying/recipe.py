@@ -1,9 +1,27 @@
-"""What `verify` says: plain values for `--json`, lines for people."""
+"""What `verify` is asked, and what it says: plain values for `--json`, lines for people. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyRecipe:
+    """Which two checkpoints, and how they run."""
+
+    source: str
+    """The checkpoint that TARGET was made from: folder, or hub id org/name[@revision]."""
+    target: str
+    """The mixture-of-experts checkpoint that upcycle or expand wrote."""
+    text: str | None = None
+    """UTF-8 text to measure logits and perplexity on. Default: docstrings of Python's own library."""
+    device: str | None = None
+    """Where the model runs, such as cpu, cuda or cuda:1. Default: cuda if there is one, else cpu."""
+    batch_size: int = 1
+    """Sequences that run at once."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
+    """Data type that both models run in; auto is the checkpoint's. Default: float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,43 +65,65 @@ class LayerMeasure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyReport:
-    """What an upcycled checkpoint preserves of its source.
+class _Report:
+    """What both reports have.
 
     Attributes:
         source, target: as given.
-        made: how the target was made, one phrase.
-        code: the statement of docs/methods that applies (N1, N2, D1, D2, D3, S1), or `none`.
+        code: the statement that applies (docs/statements.md), or `none`.
         statement: that statement, in words.
         tokens: number of tokens measured.
         text: what the tokens are.
         dtype: data type that both models ran in.
-        layers: one measure per MoE layer.
         checks: what decides `ok`.
         max_logit_difference: largest absolute difference of a logit between the two models.
-        perplexity_source, perplexity_target: on the same tokens.
         notes: what to know about these figures.
     """
 
     source: str
     target: str
-    made: str
     code: str
     statement: str
     tokens: int
     text: str
     dtype: str
-    layers: Sequence[LayerMeasure]
     checks: Sequence[Check]
     max_logit_difference: float
-    perplexity_source: float
-    perplexity_target: float
     notes: Sequence[str] = ()
 
     @property
     def ok(self) -> bool:
         """Whether everything that the statement promises holds (where nothing is promised, nothing can fail)."""
         return all(check.ok for check in self.checks)
+
+    def _checks(self) -> list[dict[str, Any]]:
+        return [asdict(check) | {"ok": check.ok} for check in self.checks]
+
+    def _end(self) -> list[str]:
+        return [
+            f"statement {self.code}: {self.statement}" if self.code != "none" else f"no statement: {self.statement}",
+            *(
+                f"  {'holds' if check.ok else 'FAILS'}: {check.name} {check.value:.2g}, limit {check.limit:.2g}"
+                for check in self.checks
+            ),
+            *(f"  note: {note}" for note in self.notes),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport(_Report):
+    """What an upcycled checkpoint preserves of its source.
+
+    Attributes:
+        made: how the target was made, one phrase.
+        layers: one measure per MoE layer.
+        perplexity_source, perplexity_target: on the same tokens.
+    """
+
+    made: str
+    layers: Sequence[LayerMeasure]
+    perplexity_source: float
+    perplexity_target: float
 
     @property
     def coverage(self) -> float | None:
@@ -119,7 +159,7 @@ class VerifyReport:
             "max_logit_difference": self.max_logit_difference,
             "perplexity_source": self.perplexity_source,
             "perplexity_target": self.perplexity_target,
-            "checks": [asdict(check) | {"ok": check.ok} for check in self.checks],
+            "checks": self._checks(),
             "layers": [asdict(layer) for layer in self.layers],
             "notes": list(self.notes),
         }
@@ -142,21 +182,63 @@ class VerifyReport:
             ("perplexity", f"{self.perplexity_source:.6g} dense, {self.perplexity_target:.6g} MoE"),
         ]
         width = max(len(name) for name, _ in rows)
-        verdicts = [
-            f"  {'holds' if check.ok else 'FAILS'}: {check.name} {check.value:.2g}, limit {check.limit:.2g}"
-            for check in self.checks
-        ]
         return [
             f"{self.target}: {self.made}",
             f"measured against {self.source} on {self.tokens:,} tokens of {self.text}, in {self.dtype}",
             *(f"  {name:<{width}}  {value}" for name, value in rows),
-            f"statement {self.code}: {self.statement}" if self.code != "none" else f"no statement: {self.statement}",
-            *verdicts,
-            *(f"  note: {note}" for note in self.notes),
+            *self._end(),
         ]
 
     def _mean(self, name: str) -> float:
         return fmean(getattr(layer, name) for layer in self.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpandedReport(_Report):
+    """What an expanded checkpoint preserves of its source; the loss jump is measured whatever is promised."""
+
+    error: float
+    """Relative error of the logits: |target - source| / |source| over all tokens."""
+    loss_source: float
+    """In nats per token."""
+    loss_target: float
+
+    @property
+    def loss_jump(self) -> float:
+        """Loss of the target minus loss of the source, in nats per token."""
+        return self.loss_target - self.loss_source
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON-ready plain values."""
+        return {
+            "source": self.source,
+            "target": self.target,
+            "code": self.code,
+            "statement": self.statement,
+            "tokens": self.tokens,
+            "text": self.text,
+            "dtype": self.dtype,
+            "error": self.error,
+            "max_logit_difference": self.max_logit_difference,
+            "loss_source": self.loss_source,
+            "loss_target": self.loss_target,
+            "checks": self._checks(),
+            "notes": list(self.notes),
+            "ok": self.ok,
+            "loss_jump": self.loss_jump,
+        }
+
+    def lines(self) -> list[str]:
+        """Return the report as lines of text."""
+        return [
+            f"{self.target}: expanded from {self.source}",
+            f"measured on {self.tokens:,} tokens of {self.text}, in {self.dtype}",
+            f"  logits, relative error    {self.error:.2g}",
+            f"  largest logit difference  {self.max_logit_difference:.3g}",
+            f"  loss                      {self.loss_source:.6g} before, {self.loss_target:.6g} after: "
+            f"jump {self.loss_jump:+.4g} nats per token",
+            *self._end(),
+        ]
 
 
 def _nan_last(value: float) -> tuple[bool, float]:

@@ -1,11 +1,17 @@
-"""What a model costs to run: FLOPs per token and bytes of memory, from tensor shapes and the config (no torch)."""
+"""What a model costs to run: FLOPs per token and bytes of memory, from shapes and config; in words too. No torch."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.workers import default_workers
-from moesaic.families.counting import Shapes, count_shapes, is_embedding, layer_of
+from moesaic.families.config_values import DEPTH_KINDS, check_depth, check_values
+from moesaic.families.counting import Shapes, count_shapes, is_embedding, is_head, layer_of
+from moesaic.families.dense_table import WRAPPER_TEXT_TYPES
+
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 FLOPS_FORMULA = (
     "2 per weight of every active matrix (output head included, embedding lookup not) + per attention layer "
@@ -138,3 +144,51 @@ def _windows(config: Mapping[str, Any]) -> Iterator[int | None]:
             yield window if (layer + 1) % period else None
         else:
             yield window
+
+
+# --- what to count ----------------------------------------------------------------------------------------------------
+
+
+def language_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the text config of a checkpoint, with the tie flag that its tensors show where the config has none."""
+    config: Mapping[str, Any] = checkpoint.config
+    inner = config.get("text_config")
+    text = dict(inner) if isinstance(inner, Mapping) else dict(config)
+    if isinstance(inner, Mapping):
+        text.setdefault("model_type", WRAPPER_TEXT_TYPES.get(str(config.get("model_type"))))
+        text.setdefault("tie_word_embeddings", config.get("tie_word_embeddings"))
+    has_head = any(is_head(name) for name in checkpoint.tensors)
+    has_embedding = any(is_embedding(name) for name in checkpoint.tensors)
+    if text.get("tie_word_embeddings") is None or not has_head:
+        text["tie_word_embeddings"] = has_embedding and not has_head
+    layers = {layer for name in checkpoint.tensors if (layer := layer_of(name)) is not None}
+    text.setdefault("num_hidden_layers", max(layers, default=0) + 1)
+    name = f"{checkpoint.name}: config.json"
+    check_values(text, name, kinds=DEPTH_KINDS)
+    check_depth(text, checkpoint.tensors, name)
+    return text
+
+
+def bytes_per_value(checkpoint: Checkpoint) -> int:
+    """Return the bytes per number of the data type that most tensors of a checkpoint have."""
+    common = Counter(info.dtype for info in checkpoint.tensors.values()).most_common(1)
+    return _BYTES.get(common[0][0], 2) if common else 2
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def number(count: float) -> str:
+    """Return a parameter count with three significant digits: `12.1B`, `135M`."""
+    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.{2 if count < 10 * factor else 1 if count < 100 * factor else 0}f}{unit}"
+    return str(int(count))
+
+
+def size(count: float) -> str:
+    """Return bytes in decimal units: `3.42 GB`."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.{2 if count < 10 * factor else 1 if count < 100 * factor else 0}f} {unit}"
+    return f"{int(count)} B"

@@ -1,16 +1,20 @@
-"""What a target claims about itself: read from its moesaic.json and config, before any model is loaded (no torch)."""
+"""How a target was made, and the statement that follows: from its moesaic.json and config, before a model is loaded.
 
-from collections.abc import Mapping
+Here `upcycle`'s own functions are asked which statement a recipe gives, so `verify` needs no second table. No torch.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import factorial, frexp
 from typing import Any
 
-from moesaic.checkpoint.provenance import PROVENANCE_FILE, fingerprint, read_provenance
-from moesaic.checkpoint.source import Checkpoint
+from moesaic.checkpoint.provenance import PROVENANCE_FILE, fingerprint, read_provenance, weights_hash
+from moesaic.checkpoint.scan import scan
+from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice
 from moesaic.common.recipe import load_recipe
-from moesaic.families.dense import DenseModel
+from moesaic.families.dense import DenseModel, detect
 from moesaic.families.shapes import MOE_PREFIX
 from moesaic.upcycling.choices import LayerSpec, choose
 from moesaic.upcycling.recipe import UpcycleRecipe
@@ -18,31 +22,29 @@ from moesaic.upcycling.statement import Code, statement
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
+class Origin:
     """How a target was made, and the statement that follows.
 
     Attributes:
         code, text: the statement (`none`: nothing is promised, and why).
         made: how the target was made, one phrase.
-        spec: the resolved MoE layers; None where moesaic.json does not say.
-        recipe: the upcycle recipe; None likewise.
         shards: M, the number of pieces that every dense FFN was cut into.
         moe_layers: the MoE layers' indices.
+        spec: the resolved MoE layers; None where moesaic.json does not say.
         identical: whether every source has the base's weights, so that all other weights are the base's too.
         base_hash: hash of the base's weights that moesaic.json recorded.
-        specialist_records: what moesaic.json recorded of each specialist, in the recipe's order.
+        specialists: place of each specialist, and what moesaic.json recorded of it.
     """
 
     code: Code
     text: str
     made: str
-    spec: LayerSpec | None
-    recipe: UpcycleRecipe | None
     shards: int
     moe_layers: tuple[int, ...]
-    identical: bool
-    base_hash: str | None
-    specialist_records: tuple[Mapping[str, Any], ...] = ()
+    spec: LayerSpec | None = None
+    identical: bool = False
+    base_hash: str | None = None
+    specialists: tuple[tuple[str, Mapping[str, Any]], ...] = ()
 
     @property
     def routed_share(self) -> float:
@@ -59,7 +61,7 @@ class Claim:
         return all(frexp(value)[0] == 0.5 for value in (factors.gate_up, factors.down, factors.shared_down))
 
 
-def read_claim(source: DenseModel, target: Checkpoint) -> Claim:
+def read_origin(source: DenseModel, target: Checkpoint) -> Origin:
     """Return what the target says it is, checked against the source.
 
     Raises:
@@ -76,33 +78,22 @@ def read_claim(source: DenseModel, target: Checkpoint) -> Claim:
             if record is None
             else f"`{record['verb']}` has changed the weights since they were upcycled; the figures are measured"
         )
-        return Claim(
-            code="none",
-            text=text,
-            made=_from_config(config),
-            spec=None,
-            recipe=None,
-            shards=shards,
-            moe_layers=moe_layers,
-            identical=False,
-            base_hash=None,
-        )
+        return Origin(code="none", text=text, made=_from_config(config), shards=shards, moe_layers=moe_layers)
     recipe = load_recipe(UpcycleRecipe, record["recipe"])
     spec = choose(recipe, hidden=source.hidden, intermediate=source.intermediate, biases=source.ffn_bias).layer
     hashes = [entry.get("weights_hash") for entry in record["sources"]]
     identical = None not in hashes and len(set(hashes)) == 1
     promise = statement(spec, identical=identical)
-    return Claim(
+    return Origin(
         code=promise.code,
         text="; ".join([promise.text, *_why(spec)]),
         made=_from_recipe(recipe, spec),
-        spec=spec,
-        recipe=recipe,
         shards=spec.shards,
         moe_layers=moe_layers,
+        spec=spec,
         identical=identical,
         base_hash=hashes[0],
-        specialist_records=tuple(record["sources"][1:]),
+        specialists=tuple(zip((one.path for one in recipe.specialists), record["sources"][1:], strict=True)),
     )
 
 
@@ -170,3 +161,57 @@ def other_weights(source: Checkpoint, recorded: str | None, *, quiet: bool) -> l
     )
     notice(message, quiet=quiet)
     return [message]
+
+
+# --- specialists ------------------------------------------------------------------------------------------------------
+
+
+def open_specialists(origin: Origin, base: DenseModel) -> tuple[list[DenseModel] | None, list[str]]:
+    """Open the base and the specialists that a statement is about.
+
+    Returns:
+        The models, or None where there are none or they cannot be compared with; and notes that say why not.
+    """
+    if not origin.specialists:
+        return None, []
+    models = [base]
+    try:
+        for path, record in origin.specialists:
+            model = detect(open_checkpoint(path))
+            _refuse_another(base, model, record, origin.moe_layers)
+            models.append(model)
+    except MoesaicError as error:
+        return None, [f"the experts could not be compared with the specialists' own files: {error}"]
+    return models, []
+
+
+def _refuse_another(
+    base: DenseModel, specialist: DenseModel, record: Mapping[str, Any], moe_layers: Sequence[int]
+) -> None:
+    """Refuse a model of another shape than the base, or with other weights than `upcycle` read."""
+    name = specialist.checkpoint.name
+    for key in ("hidden", "intermediate", "num_layers", "activation", "ffn_bias"):
+        ours, theirs = getattr(base, key), getattr(specialist, key)
+        if ours != theirs:
+            raise MoesaicError(f"{name} is another model than the base: {key} is {theirs} there and {ours} in the base")
+    if not _has_recorded_weights(specialist, record, moe_layers):
+        raise MoesaicError(
+            f"the weights of {name} are not those that {PROVENANCE_FILE} records for it: they have changed, or this is "
+            "another model"
+        )
+
+
+def _has_recorded_weights(specialist: DenseModel, record: Mapping[str, Any], moe_layers: Sequence[int]) -> bool:
+    """Whether a specialist has the weights whose hash was recorded; also where that cannot be told.
+
+    The hash is of the whole checkpoint where all of it went into the target. Otherwise it is of what was used, which
+    can be told again where that was the FFNs alone.
+    """
+    if record.get("weights_hash") is not None:
+        return fingerprint(specialist.checkpoint) == record["weights_hash"]
+    rows = [row for layer in moe_layers for row in vars(specialist.ffns[layer]).values() if row is not None]
+    used = {row.info.name: row.info for row in rows}
+    if record.get("used_tensors") != len(used):
+        return True
+    hashes = scan(used.values(), 1, allow_nonfinite=True)
+    return weights_hash((i.name, i.dtype, i.shape, hashes[i.name]) for i in used.values()) == record["used_hash"]

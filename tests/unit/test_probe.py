@@ -3,7 +3,7 @@
 import pytest
 
 from moesaic.common.errors import MoesaicError
-from moesaic.verifying.text import MAX_TOKENS, default_text, random_tokens, read_text, text_tokens
+from moesaic.probe import MAX_TOKENS, default_text, random_tokens, read_text, text_tokens
 
 
 def by_character(text, verbose):

@@ -1,11 +1,21 @@
-"""What `plan` says: plain numbers for `--json`, lines for people."""
+"""What `plan` is asked, and what it says: plain numbers for `--json`, lines for people. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from moesaic.families.costs import FLOPS_FORMULA, number, size
 from moesaic.families.counting import ParameterCount
-from moesaic.planning.costs import FLOPS_FORMULA
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRecipe:
+    """What to plan, and for which length of a sequence."""
+
+    source: Any
+    """A recipe (.yaml, or a name of moesaic recipes list), a checkpoint folder, or a hub id org/name[@revision]."""
+    context: int | None = None
+    """Sequence length in tokens that FLOPs and the key/value cache are stated for. Default: 4096."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +28,7 @@ class PlanReport:
         model_type: of the model that is counted.
         parameters: of the language model; see `ParameterCount`.
         weight_bytes: bytes of the weights (for a recipe: of the result).
-        flops_per_token: forward, see `flops_formula`; attention at `context` tokens.
+        flops_per_token, flops_formula: forward, and what is counted; attention at `context` tokens.
         context: sequence length in tokens for FLOPs and cache.
         kv_cache_bytes: of one sequence of `context` tokens in the weights' data type.
         memory_to_run_bytes: weights plus that cache; activations come on top.
@@ -36,6 +46,7 @@ class PlanReport:
     parameters: ParameterCount
     weight_bytes: int
     flops_per_token: int
+    flops_formula: str = FLOPS_FORMULA
     context: int
     kv_cache_bytes: int
     memory_to_run_bytes: int
@@ -49,20 +60,8 @@ class PlanReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON-ready plain values; bytes, FLOPs and counts are integers."""
         return {
-            "subject": self.subject,
-            "kind": self.kind,
-            "model_type": self.model_type,
+            **vars(self),
             "parameters": self.parameters.to_dict(),
-            "weight_bytes": self.weight_bytes,
-            "flops_per_token": self.flops_per_token,
-            "flops_formula": FLOPS_FORMULA,
-            "context": self.context,
-            "kv_cache_bytes": self.kv_cache_bytes,
-            "memory_to_run_bytes": self.memory_to_run_bytes,
-            "memory_to_convert_bytes": self.memory_to_convert_bytes,
-            "download_bytes": self.download_bytes,
-            "disk_bytes": self.disk_bytes,
-            "minutes": self.minutes,
             "details": dict(self.details),
             "notes": list(self.notes),
         }
@@ -109,22 +108,6 @@ class PlanReport:
         width = max(len(name) for name, _ in rows)
         text = [f"  {name:<{width}}  {value}" if name else value for name, value in rows]
         return text + [f"  note: {note}" for note in self.notes]
-
-
-def number(count: float) -> str:
-    """Return a parameter count with three significant digits: `12.1B`, `135M`."""
-    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.{2 if count < 10 * factor else 1 if count < 100 * factor else 0}f}{unit}"
-    return str(int(count))
-
-
-def size(count: float) -> str:
-    """Return bytes in decimal units: `3.42 GB`."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.{2 if count < 10 * factor else 1 if count < 100 * factor else 0}f} {unit}"
-    return f"{int(count)} B"
 
 
 def duration(minutes: float) -> str:

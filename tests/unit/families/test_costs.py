@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moesaic.planning.costs import attention_layers, flops_per_token, kv_cache_bytes
+from moesaic.families.costs import attention_layers, flops_per_token, kv_cache_bytes
 
 TINY = {
     "hidden_size": 32,

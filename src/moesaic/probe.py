@@ -1,13 +1,14 @@
-"""The tokens that a model is measured on: a text every Python has, a file, or random ids."""
+"""What two models are compared on: up to 1,000 tokens (a text every Python has, a file, or random ids), and logits."""
 
 import importlib
 import inspect
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
 from moesaic.checkpoint.provenance import TOKENIZER_FILES, side_files
 from moesaic.checkpoint.source import Checkpoint
@@ -98,3 +99,14 @@ def _cut(ids: Tensor) -> Tensor:
         raise MoesaicError("--text: has fewer than two tokens; give a text of a few hundred words")
     length = min(SEQUENCE_LENGTH, len(ids))
     return ids[: len(ids) // length * length].reshape(-1, length)
+
+
+@torch.no_grad()
+def run_logits(
+    model: nn.Module, tokens_BL: Tensor, batch_size: int, tick: Callable[[float], None]
+) -> Iterator[Float[Tensor, "sequences length vocab"]]:
+    """Yield the logits of a model, batch by batch, in fp32 on the CPU."""
+    device = next(model.parameters()).device
+    for batch in tokens_BL.split(batch_size):
+        yield model(input_ids=batch.to(device), use_cache=False).logits.float().cpu()
+        tick(batch.numel())

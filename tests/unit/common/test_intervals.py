@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from moesaic.expansion.measures import Interval, gap_closure, loss_jump, mean_interval, t_quantile
+from moesaic.common.intervals import Interval, gap_closure, loss_jump, mean_interval, t_quantile
 
 
 @pytest.mark.parametrize(
