@@ -22,7 +22,7 @@ from moesaic.data.files import DataFile, find_files, hash_files
 from moesaic.data.readers import read_records
 from moesaic.data.recipe import SourceRecipe
 from moesaic.evaluation.local import DataMissingError
-from moesaic.families.context import trained_context
+from moesaic.families.counting import trained_context
 from moesaic.modeling.cross_entropy import IGNORED, ratio_with_error, token_losses
 
 WINDOW = 2048

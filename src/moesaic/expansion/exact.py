@@ -10,11 +10,8 @@ from typing import Any, Literal
 
 from moesaic.common.errors import MoesaicError
 from moesaic.expansion.resolve import ExpandPlan
-from moesaic.families.conversions import converted_config
-from moesaic.families.moe_table import EXPERT_COUNT_KEYS
-
-_TOP_K_ALIASES = ("experts_per_token",)
-"""Further keys of the number of active experts (GPT-OSS as published)."""
+from moesaic.families.moe import EXPERT_COUNT_KEYS, TOP_K_ALIASES
+from moesaic.modeling.names import converted_config
 
 Code = Literal["E1", "E2", "E3", "none"]
 
@@ -48,7 +45,7 @@ def grown_config(plan: ExpandPlan, sources: Mapping[int, Sequence[int]]) -> dict
         config["num_experts_per_tok"] = plan.top_k
     else:
         keys = {key for key in EXPERT_COUNT_KEYS if old.get(key) == plan.model.num_experts} or {family.experts_key}
-        top_k_keys = {family.top_k_key, *(key for key in _TOP_K_ALIASES if key in old)}
+        top_k_keys = {family.top_k_key, *(key for key in TOP_K_ALIASES if key in old)}
         config = dict(old) | dict.fromkeys(keys, plan.experts) | dict.fromkeys(top_k_keys, plan.top_k)
     if plan.exclusive:
         groups = list(sources.values())

@@ -12,9 +12,10 @@ from moesaic.common import seeds
 from moesaic.common.errors import MoesaicError
 from moesaic.expansion.allocation import allocate, evenly, sources_of
 from moesaic.expansion.recipe import ExpandRecipe
-from moesaic.families.conversions import Conversion, conversion_of
 from moesaic.families.counting import beyond_depth
+from moesaic.families.family import DenseTwin, our_base
 from moesaic.families.moe import MoEModel, detect_moe
+from moesaic.modeling.names import conversion_of
 from moesaic.selection.source import group_count
 
 Utilities = Mapping[int, tuple[float, ...]]
@@ -34,7 +35,7 @@ class ExpandPlan:
     """Groups of the family's group-limited selection, before; 1 without."""
     whole_groups: bool
     """The groups are duplicated as a whole, and their number grows (E1 with group-limited selection)."""
-    conversion: Conversion | None
+    conversion: DenseTwin | None
     """How the family becomes our architecture; None: it stays what it is."""
     recorded: Mapping[str, Any] | None
     """The routing rule and the selection bias that training recorded in the checkpoint's moesaic.json."""
@@ -85,11 +86,7 @@ class ExpandPlan:
     @property
     def normalised(self) -> bool:
         """The weights of the selected experts sum to a constant."""
-        family = self.model.family
-        # transformers' own defaults: families with sigmoid scores renormalise, those with softmax don't.
-        named = self.checkpoint.config.get(family.weighting, family.scoring == "sigmoid")
-        weighting = family.weighting if family.weighting in ("selected", "all") else named
-        return weighting in (True, "selected", "sigmoid")
+        return self.model.family.normalises(self.checkpoint.config)
 
     @property
     def divides_scaling(self) -> bool:
@@ -176,7 +173,7 @@ def _check_allocation(plan: ExpandPlan) -> None:
     allocate(ones, plan.added, cap=plan.recipe.cap, rule="greedy", rng=random.Random(0), groups=groups)
 
 
-def _conversion(plan: ExpandPlan) -> Conversion | None:
+def _conversion(plan: ExpandPlan) -> DenseTwin | None:
     if not plan.exclusive:
         return None
     name = plan.checkpoint.name
@@ -186,7 +183,7 @@ def _conversion(plan: ExpandPlan) -> Conversion | None:
             "copies join the group of their source"
         )
     model_type = str(plan.checkpoint.config.get("model_type"))
-    return None if model_type.startswith("moesaic_") else conversion_of(model_type, name)
+    return None if our_base(model_type) else conversion_of(model_type, name)
 
 
 def _check_top_k(plan: ExpandPlan) -> None:

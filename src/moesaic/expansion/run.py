@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.output import check_target
-from moesaic.checkpoint.rewrite import check_space, rewrite
+from moesaic.checkpoint.write import check_output, write
 from moesaic.common.progress import amount, notice
 from moesaic.common.verbs import verb
 from moesaic.expansion.build import build, parameters
@@ -93,11 +92,10 @@ def expand(
     started = time.monotonic()
     recipe.check_utility()
     plan = resolve(recipe)
-    check_target(out, overwrite, sources=[plan.checkpoint.path])  # before the model runs
+    even = build(plan, plan.copies({}), {})  # sizes do not depend on which experts are copied
+    check_output(out, even.files, [plan.checkpoint], overwrite=overwrite)  # before the model runs
     for line in plan.notices:
         notice(line, quiet=quiet)
-    even = build(plan, plan.copies({}), {})  # sizes do not depend on which experts are copied
-    check_space(even, out)
     unknown = dry_run and needs_model(plan)
     table = None if unknown else find_utilities(plan, quiet=quiet)
     found = table.notices if table else ()
@@ -107,7 +105,7 @@ def expand(
     if not dry_run:
         assert copies is not None
         texts = {"utility.json": table.text()} if table else {}
-        rewrite(build(plan, copies, texts), out, overwrite=overwrite, workers=workers, quiet=quiet)
+        write(build(plan, copies, texts), out, overwrite=overwrite, workers=workers, quiet=quiet)
     total, active = parameters(even.tensors, even.config)
     return ExpandResult(
         out=None if dry_run else Path(out),

@@ -23,7 +23,7 @@ from moesaic.checkpoint.source import Checkpoint, load_json
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
 from moesaic.data.documents import keeps_documents_apart
-from moesaic.expansion.layers import LayerFile
+from moesaic.expansion.build import Parts, expert_parts
 from moesaic.expansion.recipe import GRADIENT_UTILITIES
 from moesaic.expansion.resolve import ExpandPlan
 from moesaic.families.counting import beyond_depth
@@ -153,14 +153,15 @@ def _weight_norms(plan: ExpandPlan, *, quiet: bool) -> dict[int, tuple[float, ..
     norms = {}
     with progress(len(plan.model.layers), "layers", label="weight norms", quiet=quiet) as tick:
         for layer in plan.model.layers:
-            file = LayerFile(layer=layer, tensors=plan.checkpoint.tensors, interleaved=plan.model.family.interleaved)
-            norms[layer.layer] = tuple(_weight_norm(file, expert) for expert in range(layer.num_experts))
+            norms[layer.layer] = tuple(
+                _weight_norm(expert_parts(plan.checkpoint, layer, expert)) for expert in range(layer.num_experts)
+            )
             tick(1)
     return norms
 
 
-def _weight_norm(file: LayerFile, expert: int) -> float:
-    matrices = [file.read_slot(tensor, expert) for tensor in file.experts if not tensor.role.endswith("_bias")]
+def _weight_norm(parts: Parts) -> float:
+    matrices = [part.read() for role, part in parts.items() if not role.endswith("_bias")]
     return norms_of_stacks([matrix.unsqueeze(0) for matrix in matrices])[0]
 
 

@@ -6,14 +6,15 @@ from typing import Any
 
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.expansion.targets import CONVERSIONS, REASONS
 from moesaic.exporting.emo import emo_config, emo_layers
 from moesaic.exporting.layouts import Expert
 from moesaic.exporting.parts import LayerParts, layer_parts
 from moesaic.exporting.rows import Rows, stored
-from moesaic.families.conversions import CONVERSIONS, REASONS, converted_config
+from moesaic.families.counting import config_shapes
 from moesaic.families.moe import detect_moe
 from moesaic.families.moe_table import CONVERTED_FIRST
-from moesaic.families.shapes import config_shapes
+from moesaic.modeling.names import converted_config
 
 OURS = "moesaic_"
 HEAD = "lm_head.weight"

@@ -1,14 +1,14 @@
 """What a model costs to run: FLOPs per token and bytes of memory, from shapes and config; in words too. No torch."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.workers import default_workers
 from moesaic.families.config_values import DEPTH_KINDS, check_depth, check_values
-from moesaic.families.counting import Shapes, count_shapes, is_embedding, is_head, layer_of
+from moesaic.families.counting import Shapes, count_shapes, is_embedding, is_head, layer_of, layer_windows
 from moesaic.families.dense_table import WRAPPER_TEXT_TYPES
 
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -26,18 +26,6 @@ WORKER_BYTES = 20_000_000
 
 MADE_EXPERT_COPIES = 3.2
 """Peak size of an expert that is computed, in multiples of its own."""
-
-# Every n-th layer sees everything, the others a window, where a config gives a window but no layer_types.
-_WINDOW_PATTERNS: Mapping[str, int] = {
-    "gemma2": 2,
-    "gemma3_text": 6,
-    "cohere2": 4,
-    "olmo3": 4,
-    "exaone4": 4,
-    "gpt_oss": 2,
-}
-_WINDOW_OFF_BY_DEFAULT = frozenset({"qwen2", "qwen3", "qwen2_moe", "qwen3_moe"})
-_MOE_PREFIX = "moesaic_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +75,7 @@ def flops_per_token(shapes: Shapes, config: Mapping[str, Any], context: int) -> 
     lookup = sum(shape[0] * shape[1] for name, shape in matrices.items() if is_embedding(name))
     tied = bool(config.get("tie_word_embeddings"))
     flops = 2 * (count.active - (0 if tied else lookup))
-    windows = list(_windows(config))
+    windows = layer_windows(config)
     for layer, widths in attention_layers(shapes, config).items():
         attended = _mean_attended(context, windows[layer] if layer < len(windows) else None)
         flops += round(2 * (widths.query + widths.value) * attended)
@@ -96,7 +84,7 @@ def flops_per_token(shapes: Shapes, config: Mapping[str, Any], context: int) -> 
 
 def kv_cache_bytes(shapes: Shapes, config: Mapping[str, Any], context: int, bytes_per_value: int) -> int:
     """Return the bytes of one sequence's key/value cache at `context` tokens; layers with a window hold that window."""
-    windows = list(_windows(config))
+    windows = layer_windows(config)
     total = 0
     for layer, widths in attention_layers(shapes, config).items():
         window = windows[layer] if layer < len(windows) else None
@@ -124,26 +112,6 @@ def _mean_attended(context: int, window: int | None) -> float:
         return (context + 1) / 2
     ramp = window * (window + 1) / 2
     return (ramp + (context - window) * window) / context
-
-
-def _windows(config: Mapping[str, Any]) -> Iterator[int | None]:
-    """Yield per layer the number of positions its attention sees, None for all of them."""
-    window = config.get("sliding_window")
-    model_type = str(config.get("model_type", "")).removeprefix(_MOE_PREFIX)
-    depth = int(config.get("num_hidden_layers") or 0)
-    types = config.get("layer_types")
-    pattern = config.get("sliding_window_pattern") or _WINDOW_PATTERNS.get(model_type)
-    off = model_type in _WINDOW_OFF_BY_DEFAULT and not config.get("use_sliding_window")
-    for layer in range(depth):
-        if not isinstance(window, int) or window <= 0 or off:
-            yield None
-        elif types:
-            yield window if types[layer] == "sliding_attention" else None
-        elif pattern:
-            period = len(pattern) if isinstance(pattern, str) else int(pattern)  # "LLLG": every fourth layer is global
-            yield window if (layer + 1) % period else None
-        else:
-            yield window
 
 
 # --- what to count ----------------------------------------------------------------------------------------------------

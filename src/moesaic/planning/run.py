@@ -10,6 +10,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.common.verbs import verb
 from moesaic.common.yaml_text import parse_yaml, read_yaml
+from moesaic.families.config_values import refuse_config
 from moesaic.families.costs import (
     bytes_per_value,
     flops_per_token,
@@ -18,11 +19,10 @@ from moesaic.families.costs import (
     memory_to_convert,
     number,
 )
-from moesaic.families.counting import Shapes, count_shapes
+from moesaic.families.counting import Shapes, config_shapes, count_shapes
 from moesaic.families.dense import detect
 from moesaic.families.dense_table import FAMILIES
-from moesaic.families.refusals import refuse_config
-from moesaic.families.shapes import MOE_PREFIX, config_shapes
+from moesaic.families.family import MOE_PREFIX
 from moesaic.planning.recipe import PlanRecipe, PlanReport
 from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.training.planning import TrainPlan, plan_train

@@ -1,11 +1,11 @@
 """Put a rule on the routers of a model, and tell them which documents their tokens belong to.
 
-The only place that knows the classes of routers, and how each turns scores into weights. A router's `forward` is
-replaced on the instance, so nothing enters the state dict, hooks (FSDP, output capturing) still run around it, a deep
+The rows of `families.moe_table` say which classes are routers, and how each turns scores into weights. A router's
+`forward` is replaced on the instance, so nothing enters the state dict, hooks (FSDP, output capturing) still run around it, a deep
 copy of the model has routers of its own, and `uninstall` leaves no trace.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
+from moesaic.families.moe_table import MOE_FAMILIES
 from moesaic.routing.config import RuleConfig
 from moesaic.routing.pools import RoutingContext
 from moesaic.routing.rules import RouterSettings, RoutingDecision, build_rule, decide
@@ -192,55 +193,39 @@ def routing_context(
 # --- which modules are routers ----------------------------------------------------------------------------------------
 
 
-def _selected(router: Any) -> RouterSettings:
-    return RouterSettings(num_experts=router.num_experts, top_k=router.top_k, weighting="selected", cast_weights=True)
+_FAMILY_OF = {name: row for row in MOE_FAMILIES.values() for name in row.routers}
+"""Class of a router -> the family whose routers it is of."""
+
+_OUR_ROUTER = "MoesaicRouter"
 
 
-def _selected_fp32(router: Any) -> RouterSettings:
-    return replace(_selected(router), cast_weights=False)
-
-
-def _by_flag(router: Any) -> RouterSettings:
-    return replace(_selected(router), weighting="selected" if router.norm_topk_prob else "all")
-
-
-def _moesaic(router: Any) -> RouterSettings:
-    members: list[list[int]] = router.members or []
-    group_of = {expert: group for group, experts in enumerate(members) for expert in experts if expert >= 0}
-    return replace(
-        _selected(router),
-        weighting=router.weighting,
-        groups=tuple(group_of[expert] for expert in range(router.num_experts)) if members else None,
-        group_score=router.group_score,
-    )
-
-
-_ROUTERS: dict[str, Callable[[Any], RouterSettings]] = {
-    "MoesaicRouter": _moesaic,
-    "OlmoeTopKRouter": _by_flag,
-    "FlexOlmoTopKRouter": _by_flag,
-    "Qwen2MoeTopKRouter": _by_flag,
-    "Qwen3MoeTopKRouter": _by_flag,
-    "Qwen3NextTopKRouter": _by_flag,
-    "MixtralTopKRouter": _selected_fp32,
-    "GraniteMoeTopKRouter": _selected,
-    "GraniteMoeSharedTopKRouter": _selected,
-}
+def _settings(router: Any, name: str) -> RouterSettings:
+    """What a router of this class does by itself."""
+    own = RouterSettings(num_experts=router.num_experts, top_k=router.top_k, weighting="selected", cast_weights=True)
+    if name == _OUR_ROUTER:
+        members: list[list[int]] = router.members or []
+        group_of = {expert: group for group, experts in enumerate(members) for expert in experts if expert >= 0}
+        groups = tuple(group_of[expert] for expert in range(router.num_experts)) if members else None
+        return replace(own, weighting=router.weighting, groups=groups, group_score=router.group_score)
+    row = _FAMILY_OF[name]
+    # The key of the config that decides about the weights is an attribute of the router.
+    normalises = row.normalises({row.weighting: getattr(router, row.weighting, None)})
+    return replace(own, weighting="selected" if normalises else "all", cast_weights=not row.router_weights_in_fp32)
 
 
 def find_routers(model: nn.Module) -> list[tuple[nn.Module, RouterSettings]]:
     """Return the routers of a model in the order of its layers, with what each does by itself.
 
-    A class that is not in the table is left alone: a wrong guess (sigmoid scores, group-limited selection) would change
-    the model silently. `tests/unit/routing/test_install.py` compares each row with the family's own forward.
+    A class that no row of `families.moe_table` names is left alone: a wrong guess (sigmoid scores, group-limited
+    selection) would change the model silently. `tests/unit/routing/test_install.py` compares each row with the family's own forward.
     Looks at the classes a module derives from, because FSDP replaces a module's class with a subclass of it.
     """
     found = []
     for module in model.modules():
         names = (base.__name__ for base in type(module).__mro__)
-        read = next((_ROUTERS[name] for name in names if name in _ROUTERS), None)
-        if read is not None:
-            found.append((module, read(module)))
+        name = next((name for name in names if name == _OUR_ROUTER or name in _FAMILY_OF), None)
+        if name is not None:
+            found.append((module, _settings(module, name)))
     if not found:
         raise MoesaicError(
             f"{type(model).__name__} has no router that training rules work on; they work on our own architecture, "

@@ -13,8 +13,7 @@ from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.rewrite import Rewrite, RewriteResult, original_experts, rewrite_unless_dry
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.families.counting import beyond_depth, layer_of
-from moesaic.families.moe import MoELayerTensors, MoEModel, detect_running
-from moesaic.families.moe_table import EXPERT_COUNT_KEYS
+from moesaic.families.moe import EXPERT_COUNT_KEYS, MoELayerTensors, MoEModel, detect_running
 from moesaic.selection.choose import check_counts, own_groups, refuse_uneven
 from moesaic.selection.lineage import extend, find_lineage
 from moesaic.selection.rules import cut_routing

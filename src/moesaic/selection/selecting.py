@@ -10,7 +10,7 @@ from moesaic.checkpoint.pio import check_file
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice
-from moesaic.families.context import trained_context
+from moesaic.families.counting import trained_context
 from moesaic.families.moe import MoEModel, detect_running
 from moesaic.selection.calibration import Calibration, calibration_texts, domain_of, encode_texts
 from moesaic.selection.choose import best_experts, check_counts, parse_keep

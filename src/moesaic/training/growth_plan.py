@@ -20,8 +20,7 @@ from moesaic.expansion.costs import PAPER_RATIO, Phase, cost_table, saving_of_ph
 from moesaic.expansion.exact import grown_config
 from moesaic.expansion.resolve import ExpandPlan, check_recorded_rule, resolve
 from moesaic.families.costs import flops_per_token, number
-from moesaic.families.counting import ParameterCount, Shapes, count_shapes
-from moesaic.families.shapes import config_shapes
+from moesaic.families.counting import ParameterCount, Shapes, config_shapes, count_shapes
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.schedule import Transition, positions
 

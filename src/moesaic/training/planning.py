@@ -13,9 +13,9 @@ from typing import Any
 
 from moesaic.checkpoint.source import open_headers
 from moesaic.families.costs import attention_layers, flops_per_token, language_config, number, size
-from moesaic.families.counting import ParameterCount, Shapes, count_shapes, is_routed, layer_of
+from moesaic.families.counting import ParameterCount, Shapes, config_shapes, count_shapes, is_routed, layer_of
 from moesaic.families.dense_table import FAMILIES
-from moesaic.families.shapes import MOE_PREFIX, config_shapes
+from moesaic.families.family import MOE_PREFIX
 from moesaic.training.growth_plan import GrowthPlan, plan_growth
 from moesaic.training.recipe import ScratchModel, TrainRecipe, scratch_config
 

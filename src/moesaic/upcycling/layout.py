@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moesaic.checkpoint.layout import Layout, OutputTensor
-from moesaic.families.counting import layer_of
-from moesaic.families.shapes import config_shapes
+from moesaic.families.counting import config_shapes, layer_of
 from moesaic.modeling.names import class_names
 from moesaic.upcycling.choices import LayerSpec
 from moesaic.upcycling.method import BASE

@@ -16,12 +16,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from moesaic.families.dense import DenseModel
+from moesaic.checkpoint.lazy import Lazy, promoted
+from moesaic.families.dense import DenseFFN, DenseModel
 from moesaic.probe import run_logits
 from moesaic.upcycling.experts import ExpertWeights
-from moesaic.upcycling.method import Shard
 from moesaic.upcycling.scale import Factors
-from moesaic.upcycling.sources import DiskSources
 from moesaic.verifying.recipe import LayerMeasure
 
 Identity = Callable[["LayerView"], Tensor | None]
@@ -229,14 +228,11 @@ def from_specialists(
         return None
 
     def expected(view: LayerView) -> Tensor:
-        sources = DiskSources(
-            ffns=tuple(model.ffns[view.layer] for model in models), shards=shards, output_dtype=torch.float32
-        )
         activation = ACT2FN[models[0].activation]
         result_TD = torch.zeros_like(view.hidden_TD)
         for expert in view.ids_TK.unique().tolist():
             token, slot = (view.ids_TK == expert).nonzero(as_tuple=True)
-            shard = sources.shard(Shard(1 + expert // shards, expert % shards))
+            shard = _read_shard(models[1 + expert // shards].ffns[view.layer], expert % shards, shards)
             if factors is None:
                 part_TD = share * _ffn(shard, view.hidden_TD[token], activation)
             else:
@@ -246,6 +242,26 @@ def from_specialists(
         return result_TD
 
     return expected
+
+
+def _read_shard(ffn: DenseFFN, number: int, shards: int) -> ExpertWeights:
+    """Shard `number` of `shards` of a dense FFN in float32; each shard has its part of the output bias."""
+    width = ffn.gate.shape[0] // shards
+
+    def read(part: Lazy) -> Tensor:
+        return part.cast(promoted(part.dtype, "F32")).read()
+
+    def rows(part: Lazy | None) -> Tensor | None:
+        return None if part is None else read(part.rows(number * width, (number + 1) * width))
+
+    return ExpertWeights(
+        gate_ID=read(ffn.gate.rows(number * width, (number + 1) * width)),
+        up_ID=read(ffn.up.rows(number * width, (number + 1) * width)),
+        down_DI=read(ffn.down.columns(number * width, (number + 1) * width)),
+        gate_bias_I=rows(ffn.gate_bias),
+        up_bias_I=rows(ffn.up_bias),
+        down_bias_D=None if ffn.down_bias is None else read(ffn.down_bias) / shards,
+    )
 
 
 def _ffn(weights: ExpertWeights, x_TD: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice
 from moesaic.common.recipe import load_recipe
 from moesaic.families.dense import DenseModel, detect
-from moesaic.families.shapes import MOE_PREFIX
+from moesaic.families.family import MOE_PREFIX
 from moesaic.upcycling.choices import LayerSpec, choose
 from moesaic.upcycling.recipe import UpcycleRecipe
 from moesaic.upcycling.statement import Code, statement
@@ -209,8 +209,8 @@ def _has_recorded_weights(specialist: DenseModel, record: Mapping[str, Any], moe
     """
     if record.get("weights_hash") is not None:
         return fingerprint(specialist.checkpoint) == record["weights_hash"]
-    rows = [row for layer in moe_layers for row in vars(specialist.ffns[layer]).values() if row is not None]
-    used = {row.info.name: row.info for row in rows}
+    parts = [part for layer in moe_layers for part in vars(specialist.ffns[layer]).values() if part is not None]
+    used = {info.name: info for part in parts for info in part.sources}
     if record.get("used_tensors") != len(used):
         return True
     hashes = scan(used.values(), 1, allow_nonfinite=True)

@@ -12,7 +12,7 @@ from moesaic.checkpoint.layout import OutputTensor, plan_files
 from moesaic.common.errors import MoesaicError
 from moesaic.common.yaml_text import parse_yaml
 from moesaic.families.costs import number, size
-from moesaic.families.shapes import config_shapes
+from moesaic.families.counting import config_shapes
 from moesaic.planning.recipe import PlanReport, duration
 from moesaic.planning.run import RECIPES, plan
 from moesaic.recipes import read_recipe, shipped_recipes

@@ -6,8 +6,8 @@ import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
-from moesaic.exporting import vllm_plugin
-from moesaic.modeling.names import STEMS
+from moesaic.families.dense_table import FAMILIES
+from moesaic.modeling.auto import register_in_vllm
 
 
 def test_every_checked_architecture_is_registered_once(monkeypatch):
@@ -19,9 +19,10 @@ def test_every_checked_architecture_is_registered_once(monkeypatch):
 
     registry = SimpleNamespace(register_model=register_model, get_supported_archs=lambda: known.keys())
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(ModelRegistry=registry))
-    vllm_plugin.register()
-    vllm_plugin.register()
-    assert set(known) == {f"Moesaic{STEMS[base]}ForCausalLM" for base in vllm_plugin.CHECKED}
+    register_in_vllm()
+    register_in_vllm()
+    assert set(known) == {f"Moesaic{row.stem}ForCausalLM" for row in FAMILIES.values() if row.in_vllm}
+    assert len(known) == 8
     assert not any("Gemma" in name or "Granite" in name for name in known), "vLLM's backend drops their multipliers"
     assert set(known.values()) == {"vllm.model_executor.models.transformers:TransformersMoEForCausalLM"}
 
@@ -29,4 +30,4 @@ def test_every_checked_architecture_is_registered_once(monkeypatch):
 def test_the_entry_point_names_it():
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     module, _, name = project["entry-points"]["vllm.general_plugins"]["moesaic"].partition(":")
-    assert getattr(importlib.import_module(module), name) is vllm_plugin.register
+    assert getattr(importlib.import_module(module), name) is register_in_vllm
