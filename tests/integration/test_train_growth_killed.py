@@ -47,7 +47,7 @@ def run(recipe: dict[str, Any], out: Path, kill: tuple[str, int] | None) -> None
         return call
 
     growth.find_utilities = dying("utilities", growth.find_utilities)
-    growth.rewrite = dying("weights", growth.rewrite)
+    growth.write = dying("weights", growth.write)
     growth.build_trainable = dying("model", growth.build_trainable)
     growth._say = dying("logged", growth._say)
     state.save = dying("state", state.save)

@@ -1,8 +1,8 @@
 """Put a rule on the routers of a model, and tell them which documents their tokens belong to.
 
 The rows of `families.moe_table` say which classes are routers, and how each turns scores into weights. A router's
-`forward` is replaced on the instance, so nothing enters the state dict, hooks (FSDP, output capturing) still run around it, a deep
-copy of the model has routers of its own, and `uninstall` leaves no trace.
+`forward` is replaced on the instance, so nothing enters the state dict, hooks (FSDP, output capturing) still run around
+it, a deep copy of the model has routers of its own, and `uninstall` leaves no trace.
 """
 
 from collections.abc import Iterator, Mapping
@@ -217,8 +217,8 @@ def find_routers(model: nn.Module) -> list[tuple[nn.Module, RouterSettings]]:
     """Return the routers of a model in the order of its layers, with what each does by itself.
 
     A class that no row of `families.moe_table` names is left alone: a wrong guess (sigmoid scores, group-limited
-    selection) would change the model silently. `tests/unit/routing/test_install.py` compares each row with the family's own forward.
-    Looks at the classes a module derives from, because FSDP replaces a module's class with a subclass of it.
+    selection) would change the model silently. `tests/unit/routing/test_install.py` compares each with the family's own
+    forward. Looks at the classes a module derives from, because FSDP replaces a module's class with a subclass of it.
     """
     found = []
     for module in model.modules():

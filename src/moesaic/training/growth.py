@@ -22,8 +22,8 @@ from transformers import PreTrainedConfig
 
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.provenance import write_provenance
-from moesaic.checkpoint.rewrite import rewrite
 from moesaic.checkpoint.source import open_checkpoint
+from moesaic.checkpoint.write import write
 from moesaic.common.errors import MoesaicError
 from moesaic.common.intervals import loss_jump
 from moesaic.common.progress import notice
@@ -194,7 +194,7 @@ def _expand_weights(trainable: Trainable, folder: Path, number: int, found: Foun
     plan = resolve_transition(recipe.transitions[number], recipe, model)
     copies = plan.copies(found.utilities)
     made = build(plan, copies, {})
-    rewrite(made, folder / "after", quiet=True)
+    write(made, folder / "after", quiet=True)
     return _Expansion(plan=plan, copies=copies, experts=dict(made.record["experts"]))
 
 
@@ -213,7 +213,7 @@ def _write_moments(trainable: Trainable, folder: Path, moment: str, expansion: _
         )
         before = open_checkpoint(folder / "before")  # parameters alone: a family's selection bias is a buffer
         plan = replace(expansion.plan, recipe=copying, checkpoint=before, model=detect_moe(before), recorded=None)
-        rewrite(build(plan, expansion.copies, {}), folder / "after", quiet=True)
+        write(build(plan, expansion.copies, {}), folder / "after", quiet=True)
 
 
 def _divisors(expansion: _Expansion, power: int) -> dict[str, Tensor]:

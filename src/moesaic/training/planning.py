@@ -15,7 +15,7 @@ from moesaic.checkpoint.source import open_headers
 from moesaic.families.costs import attention_layers, flops_per_token, language_config, number, size
 from moesaic.families.counting import ParameterCount, Shapes, config_shapes, count_shapes, is_routed, layer_of
 from moesaic.families.dense_table import FAMILIES
-from moesaic.families.family import MOE_PREFIX
+from moesaic.families.family import our_base
 from moesaic.training.growth_plan import GrowthPlan, plan_growth
 from moesaic.training.recipe import ScratchModel, TrainRecipe, scratch_config
 
@@ -204,7 +204,7 @@ def _scratch_shapes(scratch: ScratchModel) -> tuple[Shapes, Mapping[str, Any]]:
     """
     config = scratch_config(scratch)
     model_type = str(config["model_type"])
-    if model_type in FAMILIES or model_type.startswith(MOE_PREFIX):
+    if model_type in FAMILIES or our_base(model_type):
         return config_shapes(config), config
     import torch
     from transformers import AutoModelForCausalLM

@@ -19,6 +19,7 @@ from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter
 from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.families.counting import count_shapes
+from moesaic.families.family import our_base
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
@@ -157,7 +158,7 @@ def _write_config(trainable: Trainable, folder: Path) -> None:
     config = trainable.config
     config.dtype = DTYPES[trainable.recipe.precision]
     config.architectures = [type(trainable.model).__name__.removeprefix("FSDP")]
-    ours = config.model_type.startswith("moesaic_")
+    ours = our_base(config.model_type) is not None
     if ours:
         for key, value in _inference_rule(trainable).items():
             setattr(config, key, value)
