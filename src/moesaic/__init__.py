@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from moesaic.selection.merging import merge_back
     from moesaic.selection.restriction import restrict
     from moesaic.selection.selecting import select
-    from moesaic.training.api import train
+    from moesaic.training.run import train
     from moesaic.verifying.run import verify
 
 __all__ = [
@@ -69,7 +69,7 @@ _FUNCTIONS = {
     "report": "moesaic.reporting.api",
     "restrict": "moesaic.selection.restriction",
     "select": "moesaic.selection.selecting",
-    "train": "moesaic.training.api",
+    "train": "moesaic.training.run",
     "upcycle": "moesaic.api",
     "verify": "moesaic.verifying.run",
 }

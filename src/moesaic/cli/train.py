@@ -44,13 +44,12 @@ def command(
     OUT ends as a plain checkpoint; OUT/metrics.jsonl has a line per step and per validation. SIGTERM saves the run's
     state and leaves with status 143. Under torchrun all ranks get the same command.
     """
-    from moesaic.training.api import load_train_recipe
+    from moesaic.training.recipe import load_train_recipe
 
     loaded = load_train_recipe(recipe, settings)
     is_main = os.environ.get("RANK", "0") == "0"
     if dry_run:
-        from moesaic.training.folder import refuse_content, refuse_overlap
-        from moesaic.training.local_files import require_local_files
+        from moesaic.training.folder import refuse_content, refuse_overlap, require_local_files
         from moesaic.training.planning import plan_train
 
         refuse_overlap(Path(out), loaded)

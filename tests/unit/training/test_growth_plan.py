@@ -10,9 +10,9 @@ from moesaic.common.yaml_text import parse_yaml
 from moesaic.expansion.build import build
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.expansion.resolve import resolve
-from moesaic.training.growth_check import as_keys, grown
-from moesaic.training.growth_recipe import Transition, positions
+from moesaic.training.growth_plan import as_keys, grown
 from moesaic.training.recipe import TrainRecipe
+from moesaic.training.schedule import Transition, positions
 from tests.tiny_moes import save_tiny_moe
 
 VALUES: dict[str, Any] = {

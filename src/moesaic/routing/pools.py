@@ -1,6 +1,6 @@
-"""What a rule sees (`RoutingContext`) and what it decides (`RoutingDecision`).
+"""EMO's document pools: the documents of a micro-batch, the size drawn for each, and the experts each may use.
 
-Suffixes: T tokens of the micro-batch (sequences flattened row by row), N its documents, E routed experts, K active.
+Suffixes: T tokens of the micro-batch (sequences flattened row by row), N its documents, E routed experts.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,11 @@ from functools import cached_property
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
+
+from moesaic.common.errors import MoesaicError
+from moesaic.common.seeds import draw_integers, fold_key
+from moesaic.routing.config import RuleConfig
+from moesaic.routing.rules import PROBABILITIES, RouterSettings, TopK, Weighting
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,26 +108,68 @@ class RoutingContext:
         return lengths[: self.num_documents].clamp_min(1)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RoutingDecision:
-    """What one MoE layer decided for the tokens of one micro-batch."""
+class DocumentPool(TopK):
+    """EMO: plain top-k among the experts of the token's document (in training), and among all at inference."""
 
-    logits_TE: Float[Tensor, "tokens experts"]
-    """Router logits before any mask, fp32 (or fp64 in an fp64 model)."""
-    expert_ids_TK: Int64[Tensor, "tokens active"]
-    weights_TK: Float[Tensor, "tokens active"]
-    """Weights of the selected experts, from scores without any selection bias."""
-    allowed_TE: Bool[Tensor, "tokens experts"] | None = None
-    """Experts that the token's document may use; None where all are allowed."""
+    needs_documents = True
 
-    @property
-    def masked_logits_TE(self) -> Float[Tensor, "tokens experts"]:
-        """Logits with -inf outside the pool: what probabilities and the z-loss are computed from."""
-        return self.logits_TE if self.allowed_TE is None else mask_logits(self.logits_TE, self.allowed_TE)
+    def __init__(self, config: RuleConfig, settings: RouterSettings) -> None:
+        super().__init__(config, settings)
+        if settings.groups is not None:
+            raise MoesaicError(
+                "routing.rule: document_pool trains a model that routes by plain top-k at inference, but this one has "
+                "routing_rule one_per_group; set routing_rule to topk in its config.json first"
+            )
+        self.low, self.high = config.pool_range(top_k=settings.top_k, num_experts=settings.num_experts)
+        self.per_layer = config.pool_draw == "document_and_layer"
+
+    def allow(
+        self, logits_TE: Tensor, context: "RoutingContext", layer: int, bias_E: Tensor | None
+    ) -> Bool[Tensor, "tokens experts"]:
+        """The experts of each token's document."""
+        sizes_N = draw_pool_sizes(context, self.low, self.high, layer=layer if self.per_layer else None)
+        pools_NE = document_pools(logits_TE, context, sizes_N, bias_E, self.settings.weighting)
+        return token_pools(pools_NE, context)
 
 
-def mask_logits(
-    logits_TE: Float[Tensor, "tokens experts"], allowed_TE: Bool[Tensor, "tokens experts"]
-) -> Float[Tensor, "tokens experts"]:
-    """Return logits with -inf for experts that are not allowed (0 would still let them win)."""
-    return logits_TE.masked_fill(~allowed_TE, float("-inf"))
+def draw_pool_sizes(context: RoutingContext, low: int, high: int, *, layer: int | None) -> Int64[Tensor, " documents"]:
+    """Draw the pool size of each document uniformly from {low..high} (EMO, section 3.3).
+
+    A function of (seed, step, layer, document's key) and nothing else; `layer` None shares the draw across layers.
+    """
+    if low == high:
+        return torch.full_like(context.document_keys_N, low)
+    stream = fold_key(context.seed, context.step, -1 if layer is None else layer)
+    return draw_integers(context.document_keys_N, low, high, stream=stream)
+
+
+@torch.no_grad()
+def document_pools(
+    logits_TE: Float[Tensor, "tokens experts"],
+    context: RoutingContext,
+    sizes_N: Int64[Tensor, " documents"],
+    bias_E: Float[Tensor, " experts"] | None = None,
+    weighting: Weighting = "selected",
+) -> Bool[Tensor, "documents experts"]:
+    """Return the experts of each document's pool (EMO, equation of section 3.2).
+
+    The mean over the document's tokens of the router's probabilities (softmax over all routed experts; of sigmoid
+    weights the sigmoids over their sum); the `sizes_N` best, the lower id first among equals. Padding is in no
+    document. The whole document decides, so routing in training is not causal; no gradient flows through the choice. A
+    selection bias counts here as in the selection: an expert outside every pool could not be helped by it otherwise.
+    """
+    probability_TE = PROBABILITIES[weighting](logits_TE)
+    sums_NE = probability_TE.new_zeros(context.num_documents + 1, logits_TE.shape[-1])
+    sums_NE.index_add_(0, context.segments_T, probability_TE)
+    mean_NE = sums_NE[:-1] / context.lengths_N[:, None]
+    if bias_E is not None:
+        mean_NE = mean_NE + bias_E
+    order_NE = mean_NE.argsort(dim=-1, descending=True, stable=True)
+    kept_NE = torch.arange(logits_TE.shape[-1], device=logits_TE.device) < sizes_N[:, None]
+    return torch.zeros_like(kept_NE).scatter_(1, order_NE, kept_NE)
+
+
+def token_pools(pools_NE: Bool[Tensor, "documents experts"], context: RoutingContext) -> Bool[Tensor, "tokens experts"]:
+    """Return the pool of each token's document; padding may use every expert (it is routed, and counted nowhere)."""
+    all_experts_1E = pools_NE.new_ones(1, pools_NE.shape[-1])
+    return torch.cat([pools_NE, all_experts_1E])[context.segments_T]
