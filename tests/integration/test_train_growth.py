@@ -13,7 +13,7 @@ from moesaic.checkpoint.provenance import write_provenance
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.data.dataset import PackedDataset
-from moesaic.data.prepare import prepare
+from moesaic.data.tokenise import prepare
 from moesaic.expansion.gradients import measure
 from moesaic.expansion.utility import FORMAT
 from moesaic.training import growth_utility

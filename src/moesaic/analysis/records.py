@@ -6,9 +6,16 @@ from typing import Any, NamedTuple
 
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice, progress
-from moesaic.data.files import DataFile, find_files
-from moesaic.data.hub import PREFIX, read_hub, resolve_hub
-from moesaic.data.readers import Record, import_optional, read_records
+from moesaic.data.files import (
+    PREFIX,
+    DataFile,
+    Record,
+    find_files,
+    import_optional,
+    read_hub,
+    read_records,
+    resolve_hub,
+)
 from moesaic.data.recipe import SourceRecipe
 from moesaic.selection.calibration import domain_of, render
 

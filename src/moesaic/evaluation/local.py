@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moesaic.common.errors import MoesaicError
-from moesaic.data.files import SUFFIXES, DataFile, hash_files
-from moesaic.data.readers import Record, read_records
+from moesaic.data.files import SUFFIXES, DataFile, Record, hash_files, read_records
 from moesaic.evaluation.benchmark import Benchmark
 from moesaic.evaluation.rows import Row, as_is, is_choice
 from moesaic.selection.calibration import in_split

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
-from moesaic.data.files import DataFile, find_files, hash_files
-from moesaic.data.readers import read_records
+from moesaic.data.files import DataFile, find_files, hash_files, read_records
 from moesaic.data.recipe import SourceRecipe
 from moesaic.evaluation.local import DataMissingError
 from moesaic.families.context import trained_context

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
-from moesaic.data.documents import keeps_documents_apart
+from moesaic.data.packing import keeps_documents_apart
 from moesaic.expansion.resolve import ExpandPlan
 
 if TYPE_CHECKING:
-    from moesaic.data.batch import PackedBatch
+    from moesaic.data.packing import PackedBatch
 
 # The experts of every family are stacked in memory. The name of a shared expert has another word before the dot.
 _EXPERTS = re.compile(r"layers\.(?P<layer>\d+)\..*\bexperts$")
@@ -54,8 +54,8 @@ def expert_gradients(plan: ExpandPlan, *, quiet: bool = False) -> ExpertGradient
 def calibration_batches(plan: ExpandPlan, *, quiet: bool = False) -> list["PackedBatch"]:
     """At most `utility_batches` batches of packed text, shuffled by the seed."""
     from moesaic.data.dataset import PackedDataset
-    from moesaic.data.prepare import prepare
     from moesaic.data.recipe import DataRecipe, SourceRecipe
+    from moesaic.data.tokenise import prepare
     from moesaic.loading import load_tokenizer
 
     recipe = plan.recipe

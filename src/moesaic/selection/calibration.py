@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from moesaic.common.errors import MoesaicError
-from moesaic.data.files import find_files
-from moesaic.data.readers import read_records
+from moesaic.data.files import find_files, read_records
 from moesaic.data.recipe import SourceRecipe
 from moesaic.evaluation.mmlu import category_of
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moesaic.common.errors import MoesaicError
-from moesaic.data.batch import PackedBatch
+from moesaic.data.packing import PackedBatch
 from moesaic.expansion.gradients import ExpertGradients, norms_of_stacks
 from moesaic.expansion.utility import scores
 from moesaic.routing.cross_entropy import token_losses
