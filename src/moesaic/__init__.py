@@ -15,7 +15,7 @@ from moesaic.modeling import register as _register
 if TYPE_CHECKING:
     from moesaic.analysis.inspecting import inspect
     from moesaic.api import upcycle
-    from moesaic.comparison.comparing import compare
+    from moesaic.comparison.compare import compare
     from moesaic.evaluation.evaluating import evaluate
     from moesaic.expansion.api import expand
     from moesaic.exporting.run import export
@@ -56,7 +56,7 @@ __version__ = "0.1.0"
 # Name -> module that has it. No module of the package has the name of a function here: importing it would replace the
 # function (so the implementation of `upcycle` is in `upcycling`, and so on).
 _FUNCTIONS = {
-    "compare": "moesaic.comparison.comparing",
+    "compare": "moesaic.comparison.compare",
     "evaluate": "moesaic.evaluation.evaluating",
     "expand": "moesaic.expansion.api",
     "export": "moesaic.exporting.run",

@@ -86,7 +86,7 @@ def dump_recipe(recipe: Any) -> str:
 def recipe_values(value: Any) -> Any:
     """Return a recipe as plain dicts, lists and scalars, as JSON and YAML want them."""
     if dataclasses.is_dataclass(value):
-        return {field.name: recipe_values(getattr(value, field.name)) for field in _init_fields(value)}
+        return {field.name: recipe_values(getattr(value, field.name)) for field in init_fields(value)}
     if isinstance(value, Mapping):
         return {str(key): recipe_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -94,7 +94,8 @@ def recipe_values(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _init_fields(cls: Any) -> list[dataclasses.Field]:
+def init_fields(cls: Any) -> list[dataclasses.Field[Any]]:
+    """The fields that can be given."""
     return [field for field in dataclasses.fields(cls) if field.init]
 
 
@@ -132,7 +133,7 @@ def _hints(cls: type) -> dict[str, Any]:
 def _to_dataclass(cls: Any, value: Any, where: _Where) -> Any:
     if isinstance(value, cls):
         return value
-    fields = _init_fields(cls)
+    fields = init_fields(cls)
     names = [field.name for field in fields]
     if not isinstance(value, Mapping):
         raise where.error(f"expected keys and values ({', '.join(names)}), got {_show(value)}")
@@ -150,6 +151,8 @@ def _to_dataclass(cls: Any, value: Any, where: _Where) -> Any:
         name, _, rest = str(error).partition(" ")
         if name in names:
             raise where.child(name).error(rest) from error
+        if name.startswith("--"):  # it names an option, and so the place, itself
+            raise
         raise where.error(str(error)) from error
 
 
@@ -286,7 +289,7 @@ def _describe(expected: Any) -> str:
     if typing.get_origin(expected) is Literal:
         return ", ".join(_show(choice) for choice in typing.get_args(expected))
     if dataclasses.is_dataclass(expected):
-        return f"keys and values ({', '.join(field.name for field in _init_fields(expected))})"
+        return f"keys and values ({', '.join(field.name for field in init_fields(expected))})"
     if _is_container(expected):
         return "a list" if (typing.get_origin(expected) or expected) in (list, tuple) else "keys and values"
     return _NAMES[expected]

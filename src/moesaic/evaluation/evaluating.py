@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.pio import check_file
+from moesaic.checkpoint.results import read_results
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice, warn
@@ -22,7 +23,6 @@ from moesaic.evaluation.results import (
     finished,
     finite_only,
     new_document,
-    read_results,
     refuse_other_settings,
     write_results,
 )

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moesaic.checkpoint.results import read_results
 from moesaic.common.errors import MoesaicError
-from moesaic.evaluation.results import read_results
 
 _OF_A_TASK = (
     "title",

@@ -285,3 +285,15 @@ def test_typed_values_survive_yaml(weight, domain, seed):
     data = Data(sequence_length=1, sources=(source,))
     train = Train(model="m", data=data, budget=Budget(steps=1), seed=seed)
     assert load_recipe(Train, parse_yaml(dump_recipe(train), "test")) == train
+
+
+def test_a_check_that_names_its_option_stays_as_it_is():
+    @dataclass(frozen=True, kw_only=True)
+    class Sized:
+        size: int
+
+        def __post_init__(self) -> None:
+            raise MoesaicError(f"--size {self.size}: too large; at most 3")
+
+    with pytest.raises(MoesaicError, match=r"^--size 4: too large"):
+        load_recipe(Sized, {"size": 4})

@@ -10,7 +10,7 @@ import pytest
 
 from moesaic.cli.app import run
 from moesaic.common.errors import MoesaicError
-from moesaic.comparison.comparing import Comparison, compare
+from moesaic.comparison.compare import Comparison, compare
 from moesaic.expansion.measures import Interval, gap_closure
 from tests.unit.comparison.runs import average, results, task, training
 
