@@ -13,7 +13,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.modeling import register as _register
 
 if TYPE_CHECKING:
-    from moesaic.analysis.inspecting import inspect
+    from moesaic.analysis.inspect import inspect
     from moesaic.api import upcycle
     from moesaic.comparison.compare import compare
     from moesaic.evaluation.evaluating import evaluate
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moesaic.generation import generate
     from moesaic.loading import load
     from moesaic.planning import plan
-    from moesaic.reporting.api import report
+    from moesaic.reporting.report import report
     from moesaic.selection.extraction import extract
     from moesaic.selection.merging import merge_back
     from moesaic.selection.restriction import restrict
@@ -62,11 +62,11 @@ _FUNCTIONS = {
     "export": "moesaic.exporting.run",
     "extract": "moesaic.selection.extraction",
     "generate": "moesaic.generation",
-    "inspect": "moesaic.analysis.inspecting",
+    "inspect": "moesaic.analysis.inspect",
     "load": "moesaic.loading",
     "merge_back": "moesaic.selection.merging",
     "plan": "moesaic.planning",
-    "report": "moesaic.reporting.api",
+    "report": "moesaic.reporting.report",
     "restrict": "moesaic.selection.restriction",
     "select": "moesaic.selection.selecting",
     "train": "moesaic.training.api",

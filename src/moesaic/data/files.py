@@ -22,6 +22,7 @@ from moesaic.common.progress import Tick, notice, progress
 from moesaic.data.recipe import SourceRecipe
 
 Format = Literal["jsonl", "parquet", "text"]
+Fields = tuple[str, ...] | None
 SUFFIXES: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -140,10 +141,11 @@ def _hash(path: Path, tick: Tick) -> str:
     return digest.hexdigest()
 
 
-def read_records(file: DataFile, fields: tuple[str, ...], tick: Tick) -> Iterator[Record]:
+def read_records(file: DataFile, fields: Fields, tick: Tick) -> Iterator[Record]:
     """The records of one file; `tick` is told the bytes read from the disk.
 
-    A text file is one record with the single one of `fields`. Of parquet, only `fields` are read.
+    A text file is one record with the first of `fields`. Of parquet, only `fields` are read. None: all fields there
+    are, and `text` of a text file.
     Raises `MoesaicError` with the file and the line or row for anything that cannot be read.
     """
     try:
@@ -152,7 +154,7 @@ def read_records(file: DataFile, fields: tuple[str, ...], tick: Tick) -> Iterato
         raise MoesaicError(f"{file.path}: cannot be read ({error.strerror or error})") from error
 
 
-def _read_jsonl(file: DataFile, _fields: tuple[str, ...], tick: Tick) -> Iterator[Record]:
+def _read_jsonl(file: DataFile, _fields: Fields, tick: Tick) -> Iterator[Record]:
     for number, line in enumerate(_lines(_chunks(file.path, tick)), start=1):
         if number == 1:
             line = line.removeprefix(_BYTE_ORDER_MARK)
@@ -169,9 +171,9 @@ def _read_jsonl(file: DataFile, _fields: tuple[str, ...], tick: Tick) -> Iterato
         yield Record(where, fields)
 
 
-def _read_text(file: DataFile, fields: tuple[str, ...], tick: Tick) -> Iterator[Record]:
+def _read_text(file: DataFile, fields: Fields, tick: Tick) -> Iterator[Record]:
     content = b"".join(_chunks(file.path, tick)).removeprefix(_BYTE_ORDER_MARK)
-    yield Record(str(file.path), {fields[0]: _text(content, str(file.path))})
+    yield Record(str(file.path), {(fields or ("text",))[0]: _text(content, str(file.path))})
 
 
 def _text(content: bytes, where: str) -> str:
@@ -181,17 +183,17 @@ def _text(content: bytes, where: str) -> str:
         raise MoesaicError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); re-encode it") from error
 
 
-def _read_parquet(file: DataFile, fields: tuple[str, ...], tick: Tick) -> Iterator[Record]:
+def _read_parquet(file: DataFile, fields: Fields, tick: Tick) -> Iterator[Record]:
     pyarrow = import_optional("pyarrow", f"{file.path}: parquet files need")
     parquet = import_optional("pyarrow.parquet", f"{file.path}: parquet files need")
     row = 0
     try:
         with parquet.ParquetFile(file.path, buffer_size=1 << 20) as table:
             names = table.schema_arrow.names
-            for name in fields:
+            for name in fields or ():
                 if name not in names:
                     raise missing_field(str(file.path), name, names)
-            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=list(fields)):
+            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=fields and list(fields)):
                 tick(file.size * batch.num_rows / table.metadata.num_rows)
                 for values in batch.to_pylist():
                     row += 1
@@ -202,7 +204,7 @@ def _read_parquet(file: DataFile, fields: tuple[str, ...], tick: Tick) -> Iterat
         raise MoesaicError(f"{file.path}: damaged or not parquet ({str(error).splitlines()[0]})") from error
 
 
-_READERS: dict[str, Callable[[DataFile, tuple[str, ...], Tick], Iterator[Record]]] = {
+_READERS: dict[str, Callable[[DataFile, Fields, Tick], Iterator[Record]]] = {
     "jsonl": _read_jsonl,
     "parquet": _read_parquet,
     "text": _read_text,
