@@ -18,7 +18,6 @@ from moesaic.cli import (
     export,
     extract,
     families,
-    generate,
     inspect,
     merge_back,
     plan,
@@ -66,7 +65,6 @@ for _module in (
     inspect,
     verify,
     plan,
-    generate,
     report,
 ):
     app.command(_module.command, name=_module.NAME, usage=_module.USAGE, help_epilogue=_module.EXAMPLE)

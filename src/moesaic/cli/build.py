@@ -119,7 +119,7 @@ def call_and_print(call: Call) -> int:
 def show(call: Call, result: Any) -> int:
     """Print a result and return the exit status."""
     silent = call.quiet and not call.command.result_when_quiet
-    lines = () if silent or call.json else result.lines
+    lines: Any = () if silent or call.json else result.lines
     document = result.to_dict() if hasattr(result, "to_dict") else result.summary
     print_result(lines() if callable(lines) else lines, document, as_json=call.json)
     return 0 if getattr(result, "ok", True) else CHECK_FAILED
@@ -213,6 +213,10 @@ def _places(command: Command, recipe: type) -> list[inspect.Parameter]:
     for key in command.arguments:
         said, default = _split(command.options.get(key, Option()).help or docs[key])
         described = Parameter(name=_spelling(key, command), help=said, show_default=default or False)
+        if _is_list(recipe, key):  # the last one, else `words` would be given
+            annotation = Annotated[str, described]
+            made.append(inspect.Parameter(key, inspect.Parameter.VAR_POSITIONAL, annotation=annotation))
+            break
         annotation = Annotated[str | None, described]
         made.append(inspect.Parameter(key, inspect.Parameter.POSITIONAL_ONLY, default=None, annotation=annotation))
     return made
@@ -274,4 +278,5 @@ def _readable(hint: Any) -> Any:
 
 
 def _is_list(recipe: type, key: str) -> bool:
-    return typing.get_origin(typing.get_type_hints(recipe).get(key)) is tuple
+    hint = typing.get_type_hints(recipe).get(key)
+    return tuple in (typing.get_origin(one) for one in (hint, *typing.get_args(hint)))

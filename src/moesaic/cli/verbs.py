@@ -81,4 +81,18 @@ COMMANDS: dict[str, Command] = {
             "shard_size": Option(metavar="SIZE"),
         },
     ),
+    "generate": Command(
+        about="""Continue texts with a model, dense or mixture of experts: a look at what it can do.
+
+        With --quiet only the added text is printed, without the prompt.""",
+        usage='moesaic generate CHECKPOINT "PROMPT"... [OPTIONS]',
+        examples="""
+  moesaic generate ./moe "The capital of France is" --max-new-tokens 20
+  moesaic generate ./moe "Once upon a time" "def main():" --batch-size 2 --json""",
+        recipe="moesaic.generation:GenerateRecipe",
+        run="moesaic.generation:generate",
+        arguments=("checkpoint", "prompt"),
+        action="moesaic.cli.actions:generate",
+        options={"device": Option(metavar="DEVICE")},
+    ),
 }
