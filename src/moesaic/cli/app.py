@@ -17,16 +17,15 @@ from moesaic.cli import (
     evaluate,
     export,
     extract,
-    families,
     inspect,
     merge_back,
     plan,
-    recipes,
     report,
     select,
     train,
     verify,
 )
+from moesaic.cli.listings import FAMILIES_HELP, families, recipes
 from moesaic.cli.output import discard_stdout, flush, print_error
 from moesaic.cli.verbs import COMMANDS
 from moesaic.common.errors import MoesaicError
@@ -56,7 +55,6 @@ for _name, _command in COMMANDS.items():
 for _module in (
     train,
     export,
-    families,
     select,
     extract,
     merge_back,
@@ -68,7 +66,8 @@ for _module in (
     report,
 ):
     app.command(_module.command, name=_module.NAME, usage=_module.USAGE, help_epilogue=_module.EXAMPLE)
-app.command(recipes.app)
+app.command(families, name="families", **FAMILIES_HELP)
+app.command(recipes)
 
 
 def mount_plugins() -> None:

@@ -119,9 +119,9 @@ def call_and_print(call: Call) -> int:
 def show(call: Call, result: Any) -> int:
     """Print a result and return the exit status."""
     silent = call.quiet and not call.command.result_when_quiet
-    lines: Any = () if silent or call.json else result.lines
+    lines = () if silent or call.json else result.lines
     document = result.to_dict() if hasattr(result, "to_dict") else result.summary
-    print_result(lines() if callable(lines) else lines, document, as_json=call.json)
+    print_result(lines if isinstance(lines, list | tuple) else lines(), document, as_json=call.json)
     return 0 if getattr(result, "ok", True) else CHECK_FAILED
 
 
@@ -134,8 +134,7 @@ def named(path: str) -> Any:
 def build(name: str, command: Command) -> Callable[..., int]:
     """The function that cyclopts reads the flags of."""
     recipe = named(command.recipe)
-    flags = _flags(command, recipe)
-    parameters = [*_places(command, recipe), *(_parameter(key, *flag) for key, flag in flags.items())]
+    parameters = [*_places(command, recipe), *(_parameter(key, *one) for key, one in flags(command, recipe).items())]
 
     def called(*words: str | None, **given: Any) -> int:
         given = {key: value for key, value in given.items() if value is not None}
@@ -222,7 +221,7 @@ def _places(command: Command, recipe: type) -> list[inspect.Parameter]:
     return made
 
 
-def _flags(command: Command, recipe: type) -> dict[str, tuple[Any, Parameter]]:
+def flags(command: Command, recipe: type) -> dict[str, tuple[Any, Parameter]]:
     """Key -> type and description of each flag, in the order of the help."""
     docs, hints = _SHARED | field_docs(recipe), typing.get_type_hints(recipe)
     made: dict[str, tuple[Any, Parameter]] = {
