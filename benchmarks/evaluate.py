@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from moesaic.evaluation import harness
 from moesaic.evaluation.benchmarks import BENCHMARKS
-from moesaic.evaluation.evaluating import DEFAULT_SEED, evaluate
+from moesaic.evaluation.evaluate import DEFAULT_SEED, evaluate
 from moesaic.evaluation.local import read_local
 from moesaic.loading import load, load_tokenizer
 

@@ -37,7 +37,7 @@ NEW_TOKENS, PROMPTS, PROMPT_LENGTH = 32, 4, 64
 def run_streamed(moe: Path, ids_NL: Any) -> None:
     """A plain forward, one layer's weights in memory."""
     from moesaic.checkpoint.source import open_checkpoint
-    from moesaic.selection.streaming import LoadedLayer, StreamedModel, make_batches
+    from moesaic.selection.stream import LoadedLayer, StreamedModel, make_batches
 
     batches = list(make_batches(ids_NL.tolist(), size=BATCH, padding_id=0))
 
@@ -51,14 +51,14 @@ def run_streamed(moe: Path, ids_NL: Any) -> None:
 def run_pass(moe: Path, ids_NL: Any) -> None:
     """The same with the statistics of all methods: what `select` does."""
     from moesaic.checkpoint.source import open_checkpoint
+    from moesaic.families.identity import describe
     from moesaic.families.moe import detect_moe
-    from moesaic.selection.capture import capture
-    from moesaic.selection.source import describe
+    from moesaic.selection.collect import collect_statistics
 
     checkpoint = open_checkpoint(moe)
     family = detect_moe(checkpoint)
     source = describe(checkpoint, family)
-    capture(checkpoint, family, source, ids_NL.tolist(), domain="d", batch_size=BATCH)
+    collect_statistics(checkpoint, family, source, ids_NL.tolist(), domain="d", batch_size=BATCH)
 
 
 def run_loaded(model: Any, ids_NL: Any, hook: Callable[..., None] | None = None) -> None:
@@ -191,8 +191,8 @@ def generate(folder: Path, selection: str) -> None:
     import torch
 
     from moesaic.loading import load
-    from moesaic.selection.restriction import restrict
-    from moesaic.selection.selection import load_selection
+    from moesaic.routing.restrict import restrict
+    from moesaic.routing.subset import load_selection
 
     model: Any = load(folder)
     restrict(model, load_selection(selection) if selection else None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moesaic.evaluation.mmlu import CATEGORIES
+from moesaic.data.mmlu import CATEGORIES
 from tests.tiny_models import randomize, tiny_config
 from tests.tiny_moes import save_tiny_moe
 from tests.tiny_training import VOCABULARY, save_tokenizer

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from moesaic.analysis.inspecting import inspect
     from moesaic.api import upcycle
     from moesaic.comparison.comparing import compare
-    from moesaic.evaluation.evaluating import evaluate
+    from moesaic.evaluation.evaluate import evaluate
     from moesaic.expansion.api import expand
     from moesaic.exporting.run import export
     from moesaic.generation import generate
     from moesaic.loading import load
     from moesaic.planning import plan
     from moesaic.reporting.api import report
-    from moesaic.selection.extraction import extract
-    from moesaic.selection.merging import merge_back
-    from moesaic.selection.restriction import restrict
-    from moesaic.selection.selecting import select
+    from moesaic.routing.restrict import restrict
+    from moesaic.selection.extract import extract
+    from moesaic.selection.merge import merge_back
+    from moesaic.selection.select import select
     from moesaic.training.api import train
     from moesaic.verifying import verify
 
@@ -57,18 +57,18 @@ __version__ = "0.1.0"
 # function (so the implementation of `upcycle` is in `upcycling`, and so on).
 _FUNCTIONS = {
     "compare": "moesaic.comparison.comparing",
-    "evaluate": "moesaic.evaluation.evaluating",
+    "evaluate": "moesaic.evaluation.evaluate",
     "expand": "moesaic.expansion.api",
     "export": "moesaic.exporting.run",
-    "extract": "moesaic.selection.extraction",
+    "extract": "moesaic.selection.extract",
     "generate": "moesaic.generation",
     "inspect": "moesaic.analysis.inspecting",
     "load": "moesaic.loading",
-    "merge_back": "moesaic.selection.merging",
+    "merge_back": "moesaic.selection.merge",
     "plan": "moesaic.planning",
     "report": "moesaic.reporting.api",
-    "restrict": "moesaic.selection.restriction",
-    "select": "moesaic.selection.selecting",
+    "restrict": "moesaic.routing.restrict",
+    "select": "moesaic.selection.select",
     "train": "moesaic.training.api",
     "upcycle": "moesaic.api",
     "verify": "moesaic.verifying",

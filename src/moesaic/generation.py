@@ -132,10 +132,10 @@ def _added_text(tokenizer: Any, prompt: list[int], added: list[int]) -> str:
 def _restrict(model: Any, checkpoint: str, file: str) -> None:
     """Let the model use the experts of a selection that was made for this checkpoint."""
     from moesaic.checkpoint.source import open_checkpoint
+    from moesaic.families.identity import describe, refuse_other_model
     from moesaic.families.moe import detect_running
-    from moesaic.selection.restriction import restrict
-    from moesaic.selection.selection import load_selection
-    from moesaic.selection.source import describe, refuse_other_model
+    from moesaic.routing.restrict import restrict
+    from moesaic.routing.subset import load_selection
 
     selection = load_selection(file)
     opened = open_checkpoint(checkpoint)

@@ -10,7 +10,7 @@ from moesaic.checkpoint.provenance import fingerprint
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.cli import app as cli
 from moesaic.loading import load
-from moesaic.selection.selection import load_selection
+from moesaic.routing.subset import load_selection
 from tests.tiny_models import save_tiny
 from tests.tiny_moes import save_tiny_moe
 from tests.tiny_training import save_tokenizer, tiny_recipe, write_documents

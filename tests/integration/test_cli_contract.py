@@ -165,7 +165,7 @@ sys.exit(f"imported: {{heavy}}" if heavy else 0)
 
 def test_verbs_that_move_bytes_do_without_transformers():
     """Two seconds at the start of every `expand`, `extract` and `merge-back`."""
-    code = "import moesaic.expansion.run, moesaic.selection.extraction, moesaic.selection.merging, sys"
+    code = "import moesaic.expansion.run, moesaic.selection.extract, moesaic.selection.merge, sys"
     command = [sys.executable, "-c", f"{code}; sys.exit('transformers' in sys.modules)"]
     subprocess.run(command, check=True, timeout=120)
 

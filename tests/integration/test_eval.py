@@ -5,14 +5,14 @@ import pytest
 
 from moesaic.cli.app import run
 from moesaic.common.errors import MoesaicError
-from moesaic.evaluation import evaluating
+from moesaic.data.calibration import in_split
+from moesaic.evaluation import evaluate as evaluating
 from moesaic.evaluation.benchmarks import BENCHMARKS
-from moesaic.evaluation.evaluating import evaluate
+from moesaic.evaluation.evaluate import evaluate
 from moesaic.evaluation.local import read_local
-from moesaic.evaluation.suites import Average, Suite, SuiteTask
-from moesaic.selection.calibration import in_split
-from moesaic.selection.extraction import extract
-from moesaic.selection.selecting import select
+from moesaic.evaluation.recipe import Average, Suite, SuiteTask
+from moesaic.selection.extract import extract
+from moesaic.selection.select import select
 from tests.tiny_evals import choice_rows, save_tiny_dense, save_tiny_routed, write_evals, write_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what lm-eval and its packages warn of is theirs

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from moesaic.common.errors import MoesaicError
-from moesaic.evaluation import evaluating, perplexity
-from moesaic.evaluation.evaluating import evaluate
-from moesaic.evaluation.suites import Average, Suite, SuiteTask
-from moesaic.selection.calibration import in_split
-from moesaic.selection.selecting import select
+from moesaic.data.calibration import in_split
+from moesaic.evaluation import evaluate as evaluating
+from moesaic.evaluation import perplexity
+from moesaic.evaluation.evaluate import evaluate
+from moesaic.evaluation.recipe import Average, Suite, SuiteTask
+from moesaic.selection.select import select
 from tests.tiny_evals import save_tiny_dense, save_tiny_routed, write_evals, write_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what lm-eval and its packages warn of is theirs

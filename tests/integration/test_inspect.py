@@ -56,7 +56,7 @@ def test_counts_are_those_of_the_models_own_routers(family: str, tmp_path: Path,
     logits = np.load(tmp_path / "out/capture/logits.npy", mmap_mode="r")
     loaded = moesaic.load(folder)
     counts = np.zeros_like(found.statistics.counts_SLE[0])
-    from moesaic.selection.experts import find_blocks
+    from moesaic.routing.capture import find_blocks
 
     seen: list[Any] = []
     for block in find_blocks(loaded):

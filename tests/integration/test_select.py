@@ -11,15 +11,15 @@ import moesaic
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.cli import app as cli
 from moesaic.common.errors import MoesaicError
+from moesaic.data.calibration import in_split
+from moesaic.families.identity import describe
 from moesaic.families.moe import detect_moe
 from moesaic.loading import load
-from moesaic.selection import streaming
-from moesaic.selection.calibration import in_split
-from moesaic.selection.capture import capture
-from moesaic.selection.extraction import extract
-from moesaic.selection.selecting import select
-from moesaic.selection.selection import load_selection
-from moesaic.selection.source import describe
+from moesaic.routing.subset import load_selection
+from moesaic.selection import stream as streaming
+from moesaic.selection.collect import collect_statistics
+from moesaic.selection.extract import extract
+from moesaic.selection.select import select
 from moesaic.selection.statistics import SUMS, load_statistics
 from tests.tiny_moes import save_tiny_moe
 from tests.tiny_training import VOCABULARY, save_tokenizer, tiny_recipe, write_documents
@@ -41,7 +41,7 @@ def measure(folder, documents=DOCUMENTS, *, batch_size=8, **options):
     checkpoint = open_checkpoint(folder)
     model = detect_moe(checkpoint)
     source = describe(checkpoint, model)
-    return capture(checkpoint, model, source, documents, domain="d", batch_size=batch_size, **options)
+    return collect_statistics(checkpoint, model, source, documents, domain="d", batch_size=batch_size, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -238,7 +238,10 @@ def test_one_selection_per_category(tmp_path, moe, capsys):
         ({"shots": 20}, "--shots 20: .* has 20 usable records"),
         ({"only": ("text", "nothing")}, "the calibration set is empty"),
         ({"template": "{question}"}, r"math\.jsonl:1: no field 'question'; the record has text"),
-        ({"method": "best"}, "--method best: not one of router, easy_ep, reap, frequency, random"),
+        (
+            {"method": "best"},
+            "method: 'best' is not allowed: one of 'router', 'easy_ep', 'reap', 'frequency', 'random'",
+        ),
         ({"layerwise": True, "stats_out": "x.json"}, "--layerwise: scores belong to"),
     ],
 )
@@ -263,7 +266,9 @@ def test_refusals(tmp_path, moe, options, message):
 def test_a_file_that_cannot_be_written_is_refused_before_the_pass(tmp_path, moe, options, message, monkeypatch):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
-    monkeypatch.setattr("moesaic.selection.capture.capture", lambda *_args, **_options: pytest.fail("scored"))
+    monkeypatch.setattr(
+        "moesaic.selection.collect.collect_statistics", lambda *_args, **_options: pytest.fail("scored")
+    )
     targets = {name: tmp_path / value for name, value in options.items()}
     with pytest.raises(MoesaicError, match=message):
         select(moe, keep=4, data=tmp_path / "math.jsonl", **targets)

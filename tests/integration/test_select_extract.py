@@ -9,12 +9,12 @@ from safetensors.torch import load_file, save_file
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.exporting.run import export
+from moesaic.families.identity import describe
 from moesaic.families.moe import detect_moe
 from moesaic.loading import load
-from moesaic.selection.extraction import extract
-from moesaic.selection.merging import merge_back
-from moesaic.selection.selection import Selection
-from moesaic.selection.source import describe
+from moesaic.routing.subset import Selection
+from moesaic.selection.extract import extract
+from moesaic.selection.merge import merge_back
 from tests.tiny_moes import EXPERTS, MOE_FAMILIES, save_tiny_moe
 from tests.unit.selection.kinds import KINDS, random_selection, save_kind
 

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from moesaic.evaluation import perplexity
-from moesaic.evaluation.evaluating import evaluate
+from moesaic.evaluation.evaluate import evaluate
 from moesaic.loading import load, load_tokenizer
 from tests.tiny_evals import naive_document_loss, save_tiny_dense, write_evals, write_rows
 
@@ -88,7 +88,7 @@ def _direct(checkpoint: Path, folder: Path, local: Path, shots: dict[str, int]) 
 
 
 def test_the_numbers_of_lm_eval_called_directly(tmp_path: Path):
-    from moesaic.evaluation.suites import Suite, SuiteTask
+    from moesaic.evaluation.recipe import Suite, SuiteTask
 
     checkpoint, local = save_tiny_dense(tmp_path / "model"), write_evals(tmp_path / "evals")
     shots = {"arc_easy": 2, "piqa": 0, "boolq": 0, "gsm8k": 0}

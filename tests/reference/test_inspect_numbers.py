@@ -16,7 +16,7 @@ from moesaic.analysis.describe import Source, co_experts, describe_experts
 from moesaic.analysis.measure import measure
 from moesaic.analysis.token_file import create_tokens
 from moesaic.analysis.vocabulary import Vocabulary, characteristic, frequent_tokens
-from moesaic.selection.measure import Scoring
+from moesaic.routing.capture import Scoring
 from tests.tiny_texts import made_up_sample
 
 LAYERS, EXPERTS, ACTIVE = 2, 6, 2

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from moesaic.checkpoint.source import open_checkpoint
+from moesaic.families.identity import describe
 from moesaic.families.moe import detect_moe
 from moesaic.loading import load
-from moesaic.selection.capture import capture
+from moesaic.selection.collect import collect_statistics
 from moesaic.selection.scorers import score
-from moesaic.selection.source import describe
 from tests.unit.selection.kinds import save_kind
 
 DOCUMENTS = [[5, 9, 33, 7, 80, 41, 12, 64, 3], [17, 4, 28], [50, 51, 52, 53, 60, 70]]
@@ -172,7 +172,7 @@ def test_scores_equal_plain_loops(tmp_path, kind):
     checkpoint = open_checkpoint(folder)
     moe = detect_moe(checkpoint)
     source = describe(checkpoint, moe)
-    statistics = capture(checkpoint, moe, source, DOCUMENTS, domain="d", batch_size=len(DOCUMENTS))
+    statistics = collect_statistics(checkpoint, moe, source, DOCUMENTS, domain="d", batch_size=len(DOCUMENTS))
     model = load(folder)
     seen = watch(model, kind)
     for document in DOCUMENTS:

@@ -21,7 +21,7 @@ from moesaic.analysis.inspection import DataFacts, Inspection, ModelFacts, Stati
 from moesaic.analysis.measure import measure
 from moesaic.analysis.reading import make_reader
 from moesaic.analysis.vocabulary import frequent_tokens, string_of
-from moesaic.selection.measure import Scoring
+from moesaic.routing.capture import Scoring
 
 
 def assemble(

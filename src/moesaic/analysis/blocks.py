@@ -12,7 +12,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from moesaic.analysis.documents import Sample
-from moesaic.selection.measure import Scoring
+from moesaic.routing.capture import Scoring
 
 BLOCK_TOKENS = 4096
 

@@ -30,7 +30,7 @@ from moesaic.checkpoint.output import require_disk
 from moesaic.checkpoint.pio import explained
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
-from moesaic.selection.experts import find_blocks
+from moesaic.routing.capture import find_blocks
 
 _HALF_MAX = 65504.0
 

@@ -22,7 +22,7 @@ from moesaic.analysis.kmeans import SphericalClusters, gather, spherical_kmeans
 from moesaic.analysis.token_file import create_tokens
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
-from moesaic.selection.measure import Scoring
+from moesaic.routing.capture import Scoring
 
 CLUSTERS = 32
 SILHOUETTE_TOKENS = 10_000

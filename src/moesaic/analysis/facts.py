@@ -8,9 +8,9 @@ from moesaic.analysis.inspection import ModelFacts
 from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.families.identity import describe, group_count
 from moesaic.families.moe import MoEModel, detect_running
 from moesaic.families.moe_table import MOE_FAMILIES, family_of
-from moesaic.selection.source import describe, group_count
 
 _SHARED_KEYS = ("num_shared_experts", "n_shared_experts")
 _MOST_RUNS = 1000

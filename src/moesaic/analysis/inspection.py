@@ -28,7 +28,7 @@ class ModelFacts:
     revision: str | None
     model_type: str
     sample_hash: str
-    """Of the weights, see `moesaic.selection.source.sample_hash`."""
+    """Of the weights, see `moesaic.families.identity.sample_hash`."""
     num_layers: int
     """Decoder layers, dense ones included."""
     layers: tuple[int, ...]

@@ -16,9 +16,9 @@ from moesaic.analysis.capture import Capture
 from moesaic.analysis.documents import Sample
 from moesaic.analysis.vocabulary import Vocabulary
 from moesaic.common.progress import progress
+from moesaic.routing.capture import Scoring
 from moesaic.routing.stats import RoutingStats, measure_stats
 from moesaic.routing.types import RoutingDecision
-from moesaic.selection.measure import Scoring
 
 RANKED_DOCUMENTS = 5
 

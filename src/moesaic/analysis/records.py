@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice, progress
+from moesaic.data.calibration import domain_of, render
 from moesaic.data.files import DataFile, find_files
 from moesaic.data.hub import PREFIX, read_hub, resolve_hub
 from moesaic.data.readers import Record, import_optional, read_records
 from moesaic.data.recipe import SourceRecipe
-from moesaic.selection.calibration import domain_of, render
 
 DOMAIN_FIELD = "domain"
 """Used where the records have it and no other field is named."""

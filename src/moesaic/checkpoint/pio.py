@@ -40,6 +40,21 @@ def explained(path: Path | str) -> Iterator[None]:
         raise io_error(path, error) from error
 
 
+@contextmanager
+def opened(file: Path) -> Iterator[int]:
+    """An open file descriptor for reading; a file that is gone since its header was read is a MoesaicError."""
+    try:
+        fd = os.open(file, os.O_RDONLY)
+    except FileNotFoundError as error:
+        raise MoesaicError(f"{file}: not on this machine; download the checkpoint first") from error
+    except OSError as error:
+        raise MoesaicError(f"{file}: cannot be read ({error.strerror})") from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def read_into(fd: int, view: memoryview, offset: int, path: Path) -> None:
     """Fill `view` (bytes) from `offset` of an open file; one call may return less than asked (2 GiB at most)."""
     with explained(path):

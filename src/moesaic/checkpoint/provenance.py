@@ -136,6 +136,15 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
     return record
 
 
+def original_experts(checkpoint: Checkpoint, count: int, layers: int) -> list[list[int]]:
+    """Per MoE layer, the id that each expert had in the first model of a chain of `expand` and `extract`."""
+    record = read_provenance(checkpoint.path) or {}
+    known = record.get("experts", {}).get("original", [])
+    if len(known) == layers and all(len(ids) == count for ids in known):
+        return known
+    return [list(range(count)) for _ in range(layers)]
+
+
 def _check_record(record: Mapping[str, Any], path: Path) -> None:
     """What the verbs rely on: `experts.original` rows of ids, a routing rule with a bias per layer or none."""
     experts, routing = record.get("experts", {}), record.get("routing")

@@ -3,16 +3,14 @@
 Never mmap: the pages of a mapped file count as resident memory, so a mapped 5 GB shard is a 5 GB peak.
 """
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from moesaic.checkpoint.buffers import POOL, SMALL_BYTES
 from moesaic.checkpoint.headers import TensorInfo
-from moesaic.checkpoint.pio import read_into
+from moesaic.checkpoint.pio import opened, read_into
 from moesaic.common.errors import MoesaicError
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
@@ -48,17 +46,18 @@ def read_tensor(info: TensorInfo, start_row: int = 0, stop_row: int | None = Non
     Contiguous, on the CPU, in the file's dtype; its memory goes to the next call when it is freed. A file that is
     missing or was cut since its header was read is a MoesaicError.
     """
+    offset, nbytes, shape = _row_range(info, start_row, stop_row)
+    return read_range(info, offset - info.offset, nbytes).view(shape)
+
+
+def read_range(info: TensorInfo, start: int, nbytes: int) -> Tensor:
+    """The numbers in `nbytes` bytes of a tensor from its byte `start` on, in one dimension (see `read_tensor`)."""
     if info.dtype not in TORCH_DTYPES:
         raise MoesaicError(f"{info.file}: tensor {info.name!r} is {info.dtype}, which torch cannot hold")
-    offset, nbytes, shape = _row_range(info, start_row, stop_row)
-    dtype = TORCH_DTYPES[info.dtype]
     bytes_N = torch.empty(nbytes, dtype=torch.uint8) if nbytes < SMALL_BYTES else torch.from_numpy(POOL.take(nbytes))
-    fd = _open(info.file)
-    try:
-        read_into(fd, bytes_N.numpy().data, offset, info.file)
-    finally:
-        os.close(fd)
-    return bytes_N.view(dtype).view(shape)
+    with opened(info.file) as fd:
+        read_into(fd, bytes_N.numpy().data, info.offset + start, info.file)
+    return bytes_N.view(TORCH_DTYPES[info.dtype])
 
 
 def _row_range(info: TensorInfo, start: int, stop: int | None) -> tuple[int, int, tuple[int, ...]]:
@@ -71,12 +70,3 @@ def _row_range(info: TensorInfo, start: int, stop: int | None) -> tuple[int, int
     assert 0 <= start <= stop <= rows, f"{info.name}: no rows {start}:{stop} in {rows}"
     row_bytes = info.nbytes // max(rows, 1)
     return info.offset + start * row_bytes, (stop - start) * row_bytes, (stop - start, *info.shape[1:])
-
-
-def _open(file: Path) -> int:
-    try:
-        return os.open(file, os.O_RDONLY)
-    except FileNotFoundError as error:
-        raise MoesaicError(f"{file}: not on this machine; download the checkpoint first") from error
-    except OSError as error:
-        raise MoesaicError(f"{file}: cannot be read ({error.strerror})") from error

@@ -29,11 +29,11 @@ from moesaic.checkpoint.provenance import (
     check_side_files,
     combine,
     copy_side_files,
-    read_provenance,
     source_record,
     weights_hash,
     write_provenance,
 )
+from moesaic.checkpoint.provenance import original_experts as original_experts
 from moesaic.checkpoint.scan import BLOCK_BYTES, refuse_nonfinite, scan
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter, Written
@@ -143,15 +143,6 @@ class RewriteResult:
         """The same for people."""
         where = "would be" if self.out is None else f"{self.out}:"
         return f"{where} {what}, {self.nbytes / 1e6:,.1f} MB, in {self.seconds:.1f} s"
-
-
-def original_experts(checkpoint: Checkpoint, count: int, layers: int) -> list[list[int]]:
-    """Per MoE layer, the id that each expert had in the first model of a chain of `expand` and `extract`."""
-    record = read_provenance(checkpoint.path) or {}
-    known = record.get("experts", {}).get("original", [])
-    if len(known) == layers and all(len(ids) == count for ids in known):
-        return known
-    return [list(range(count)) for _ in range(layers)]
 
 
 def run_jobs(jobs: Iterable[Callable[[], None]], stop: threading.Event, workers: int) -> None:

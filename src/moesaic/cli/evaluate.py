@@ -49,7 +49,7 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Measure a checkpoint, dense or MoE, on benchmarks (through lm-eval) and on held-out text."""
-    from moesaic.evaluation.evaluating import evaluate
+    from moesaic.evaluation.evaluate import evaluate
 
     result = evaluate(
         checkpoint,

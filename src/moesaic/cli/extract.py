@@ -35,7 +35,7 @@ def command(
 
     Shared experts and everything outside the experts are kept; moesaic.json records the original ids for merge-back.
     """
-    from moesaic.selection.extraction import extract
+    from moesaic.selection.extract import extract
 
     result = extract(
         checkpoint,

@@ -45,7 +45,7 @@ def command(
 
     Several subsets go back one after the other; experts that two of them hold need --average.
     """
-    from moesaic.selection.merging import merge_back
+    from moesaic.selection.merge import merge_back
 
     chosen: Any = [part.strip() for part in parts.split(",") if part.strip()]
     result = merge_back(

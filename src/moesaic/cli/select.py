@@ -11,11 +11,11 @@ from moesaic.checkpoint.pio import check_file
 from moesaic.cli.options import Json, Quiet, Seed
 from moesaic.cli.output import print_result
 from moesaic.common.errors import MoesaicError
-from moesaic.selection.request import EasyEpVariant, Method
+from moesaic.selection.recipe import EasyEpVariant, Method
 
 if TYPE_CHECKING:
-    from moesaic.selection.calibration import Calibration
-    from moesaic.selection.selection import Selection
+    from moesaic.data.calibration import Calibration
+    from moesaic.routing.subset import Selection
 
 NAME = "select"
 USAGE = """Usage: moesaic select CHECKPOINT OUT.json --data CALIB --keep 32|25% [OPTIONS]
@@ -91,8 +91,8 @@ def command(
         return
     if union:
         first, second, out = _paths(paths, "--union A.json B.json OUT.json")
-        from moesaic.selection.choose import union_selections
-        from moesaic.selection.selection import FORMAT, load_selection, save_selection
+        from moesaic.routing.subset import FORMAT, load_selection, save_selection
+        from moesaic.selection.select import union_selections
 
         check_file(out, replaces=FORMAT)
         made = union_selections(load_selection(first), load_selection(second))
@@ -106,8 +106,8 @@ def command(
         )
     if by is not None and (data is None or stats or stats_out is not None):
         raise MoesaicError(f"--by {by}: takes --data, and no --stats or --stats-out")
-    from moesaic.selection.calibration import Calibration
-    from moesaic.selection.selecting import select
+    from moesaic.data.calibration import Calibration
+    from moesaic.selection.select import select
 
     def run(target: str, only: tuple[str, str] | None) -> "Selection":
         return select(
@@ -145,8 +145,8 @@ def _each(
     run: "Callable[[str, tuple[str, str] | None], Selection]", out: str, drawn: "Calibration", by: str
 ) -> "dict[str, Selection]":
     """One selection for each value of a field: file -> selection. All that can be refused is, before the first."""
-    from moesaic.selection.calibration import calibration_texts, categories
-    from moesaic.selection.selection import FORMAT
+    from moesaic.data.calibration import calibration_texts, categories
+    from moesaic.routing.subset import FORMAT
 
     targets = {value: str(Path(out) / f"{_file_name(value)}.json") for value in categories(drawn.path, by)}
     if len(set(targets.values())) < len(targets):
@@ -171,7 +171,8 @@ def _paths(paths: tuple[str, ...], expected: str) -> tuple[str, ...]:
 
 
 def _compare(first: str, second: str, *, json: bool) -> None:
-    from moesaic.selection.selection import compare_selections, load_selection
+    from moesaic.routing.subset import load_selection
+    from moesaic.selection.select import compare_selections
 
     rows = compare_selections(load_selection(first), load_selection(second))
     mean = sum(row["overlap"] for row in rows) / len(rows)

@@ -1,8 +1,49 @@
 """The benchmarks that `moesaic eval` knows: whose prompts, which metric, which files. Torch-free."""
 
-from moesaic.evaluation import prompts, rows
-from moesaic.evaluation.benchmark import Benchmark
-from moesaic.evaluation.mmlu import CATEGORIES, PRO_CATEGORIES, SUBJECTS
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moesaic.data.mmlu import CATEGORIES, PRO_CATEGORIES, SUBJECTS
+from moesaic.evaluation import tasks
+from moesaic.evaluation.tasks import Adapter, as_is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """One column of a paper's table: a task of lm-eval, or several whose rows are counted together."""
+
+    title: str
+    metric: str
+    """Key of lm-eval's result, `metric,filter`."""
+    folder: str | None = None
+    """Folder below lm-eval's tasks that defines the parts; None: `config` is the whole definition."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """lm-eval task -> value of `part_field` of its rows in local files; empty: one task of the benchmark's name."""
+    part_field: str | None = None
+    fields: tuple[str, ...]
+    """Fields that the task reads of a row; one that lacks some is refused."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of lm-eval's configuration that replace the task's own."""
+    local_config: Mapping[str, Any] = field(default_factory=dict)
+    """The same for local rows, which are adapted already."""
+    files: str | None = None
+    """Local files are FILES.SPLIT.jsonl or FILES.SPLIT_anything.jsonl; None: the benchmark's name."""
+    split: str = "test"
+    """The split that is evaluated."""
+    shot_split: str | None = "train"
+    """The split of the demonstrations; None: they are part of the task."""
+    demonstrations: int | None = None
+    """How many demonstrations there are at most; None: as many as rows in their split."""
+    adapt: Adapter = as_is
+    """Makes the hub's rows of local multiple-choice and other rows."""
+    adapts_all: bool = False
+    """Whether `adapt` is for every local row, not only for multiple-choice ones."""
+    runs_programs: bool = False
+    """Whether generated programs are executed."""
+    chance: float | None = None
+    """Score of guessing, where choices are equally many everywhere."""
+
 
 _MINERVA_PARTS = {
     f"minerva_math_{part}": part
@@ -59,7 +100,7 @@ def _mmlu(title: str, subjects: tuple[str, ...]) -> Benchmark:
         files="mmlu",
         shot_split="dev",
         demonstrations=5,
-        adapt=rows.subject_question,
+        adapt=tasks.subject_question,
         chance=0.25,
     )
 
@@ -71,12 +112,12 @@ def _mmlu_pro(category: str) -> Benchmark:
         metric="acc,none",
         parts={f"mmlu_pro_{category}": category},
         part_field="subject",
-        config=prompts.MMLU_PRO | {"process_docs": prompts.pro_rows(category)},
+        config=tasks.MMLU_PRO | {"process_docs": tasks.pro_rows(category)},
         local_config={"process_docs": None},
         files="mmlu_pro",
         shot_split="validation",
         demonstrations=5,
-        adapt=rows.subject_question,
+        adapt=tasks.subject_question,
     )
 
 
@@ -86,7 +127,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         fields=("question", "choices", "answerKey"),
         metric="acc,none",
         folder="arc",
-        adapt=rows.lettered("question"),
+        adapt=tasks.lettered("question"),
         chance=0.25,
     ),
     "arc_easy": Benchmark(
@@ -94,7 +135,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         fields=("question", "choices", "answerKey"),
         metric="acc,none",
         folder="arc",
-        adapt=rows.lettered("question"),
+        adapt=tasks.lettered("question"),
         chance=0.25,
     ),
     "boolq": Benchmark(
@@ -103,7 +144,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         metric="acc,none",
         folder="super_glue/boolq",
         split="validation",
-        adapt=rows.yes_or_no,
+        adapt=tasks.yes_or_no,
         chance=0.5,
     ),
     "copa": Benchmark(
@@ -120,7 +161,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         fields=("question_stem", "choices", "answerKey"),
         metric="acc,none",
         folder="openbookqa",
-        adapt=rows.lettered("question_stem"),
+        adapt=tasks.lettered("question_stem"),
         chance=0.25,
     ),
     "triviaqa": Benchmark(
@@ -137,26 +178,26 @@ BENCHMARKS: dict[str, Benchmark] = {
         folder="hellaswag",
         local_config={"process_docs": None},
         split="validation",
-        adapt=rows.endings,
+        adapt=tasks.endings,
         chance=0.25,
     ),
     "squad2": Benchmark(
         title="SQuAD2",
         fields=("title", "context", "question", "answers"),
         metric="f1,none",
-        config=prompts.SQUAD2,
+        config=tasks.SQUAD2,
         split="validation",
-        adapt=rows.paragraph_questions,
+        adapt=tasks.paragraph_questions,
         adapts_all=True,
     ),
     "humaneval": Benchmark(
         title="HumanEval",
         fields=("prompt", "canonical_solution", "test", "entry_point"),
         metric="pass@1,none",
-        config=prompts.HUMANEVAL,
+        config=tasks.HUMANEVAL,
         shot_split=None,
         demonstrations=0,
-        adapt=rows.problem_with_id,
+        adapt=tasks.problem_with_id,
         adapts_all=True,
         runs_programs=True,
     ),
@@ -164,10 +205,10 @@ BENCHMARKS: dict[str, Benchmark] = {
         title="MBPP",
         fields=("text", "code", "test_list"),
         metric="pass@1,none",
-        config=prompts.MBPP,
+        config=tasks.MBPP,
         shot_split="prompt",
         demonstrations=3,
-        adapt=rows.problem_with_id,
+        adapt=tasks.problem_with_id,
         adapts_all=True,
         runs_programs=True,
     ),
@@ -210,7 +251,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         part_field="task",
         shot_split=None,
         demonstrations=3,
-        adapt=rows.input_target,
+        adapt=tasks.input_target,
         adapts_all=True,
     ),
     "csqa": Benchmark(
@@ -220,7 +261,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         folder="commonsense_qa",
         parts={"commonsense_qa": ""},
         split="validation",
-        adapt=rows.lettered("question"),
+        adapt=tasks.lettered("question"),
         chance=0.2,
     ),
     "piqa": Benchmark(
@@ -229,7 +270,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         metric="acc,none",
         folder="piqa",
         split="validation",
-        adapt=rows.two_solutions,
+        adapt=tasks.two_solutions,
         chance=0.5,
     ),
     "social_iqa": Benchmark(
@@ -238,7 +279,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         metric="acc,none",
         folder="siqa",
         split="validation",
-        adapt=rows.three_answers,
+        adapt=tasks.three_answers,
         chance=1 / 3,
     ),
     "winogrande": Benchmark(
@@ -247,16 +288,16 @@ BENCHMARKS: dict[str, Benchmark] = {
         metric="acc,none",
         folder="winogrande",
         split="validation",
-        adapt=rows.two_options,
+        adapt=tasks.two_options,
         chance=0.5,
     ),
     "squad": Benchmark(
         title="SQuAD",
         fields=("title", "context", "question", "answers"),
         metric="f1,none",
-        config=prompts.SQUAD,
+        config=tasks.SQUAD,
         split="validation",
-        adapt=rows.paragraph_questions,
+        adapt=tasks.paragraph_questions,
         adapts_all=True,
     ),
     "coqa": Benchmark(
@@ -266,14 +307,14 @@ BENCHMARKS: dict[str, Benchmark] = {
         title="NaturalQS",
         fields=("question", "answer"),
         metric="f1,none",
-        config=prompts.NATURAL_QUESTIONS,
+        config=tasks.NATURAL_QUESTIONS,
         split="validation",
     ),
     "triviaqa_f1": Benchmark(
         title="TriviaQA",
         fields=("question", "answer"),
         metric="f1,none",
-        config=prompts.TRIVIAQA_F1,
+        config=tasks.TRIVIAQA_F1,
         files="triviaqa",
         split="validation",
     ),

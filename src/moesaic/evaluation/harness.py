@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from moesaic.common.errors import MoesaicError
-from moesaic.evaluation.benchmark import Benchmark
+from moesaic.data.calibration import in_split
+from moesaic.evaluation.benchmarks import Benchmark
 from moesaic.evaluation.local import WHOLE, DataMissingError, HeldOut, LocalData
-from moesaic.selection.calibration import in_split
 
 _NEEDED = "moesaic eval: needs lm_eval; pip install 'moesaic[eval]'"
 

@@ -16,16 +16,16 @@ from moesaic.checkpoint.pio import write_file
 from moesaic.checkpoint.provenance import fingerprint, read_provenance, versions
 from moesaic.checkpoint.source import Checkpoint, load_json, open_checkpoint
 from moesaic.common.errors import MoesaicError
-from moesaic.evaluation.suites import Average, Suite
+from moesaic.evaluation.recipe import Average, EvalRecipe, Suite
+from moesaic.families.identity import sample_hash
 from moesaic.families.moe import detect_moe
-from moesaic.selection.source import sample_hash
 
 FORMAT = "moesaic-results/1"
 
 _MUST_AGREE = ("settings", "versions")
 
 
-def new_document(opened: Checkpoint, settings: Mapping[str, Any]) -> dict[str, Any]:
+def new_document(opened: Checkpoint, recipe: EvalRecipe) -> dict[str, Any]:
     """A results file without results; reads all of the checkpoint for its hash."""
     record = read_provenance(opened.path) or {}
     sample, lineage = sample_hash(opened), record.get("lineage")
@@ -43,7 +43,14 @@ def new_document(opened: Checkpoint, settings: Mapping[str, Any]) -> dict[str, A
             "full_model": full_model,
             "experts": _experts(opened, record),
         },
-        "settings": dict(settings),
+        "settings": {
+            "limit": recipe.limit,
+            "seed": recipe.seed,
+            "batch_size": recipe.batch_size,
+            "device": recipe.device or "auto",
+            "dtype": recipe.dtype,
+            "chat_template": False,
+        },
         "versions": versions() | {"lm_eval": version("lm_eval")},
         "suites": {},
         "tasks": {},
@@ -172,10 +179,10 @@ def finite_only(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def finished(path: Path, old: Mapping[str, Any], name: str, identity: Mapping[str, Any], metric: str) -> bool:
-    """Whether a results file has a task already; one of other data, other shots or another metric is refused."""
+def refuse_other_task(path: Path, old: Mapping[str, Any], name: str, identity: Mapping[str, Any], metric: str) -> None:
+    """Refuse a task that a results file has already of other data, other shots or another metric."""
     if name not in old["tasks"]:
-        return False
+        return
     entry = old["tasks"][name]
     before, now = {**entry["identity"], "metric": entry["metric"]}, {**identity, "metric": metric}
     for key in sorted({*before, *now}):
@@ -184,9 +191,88 @@ def finished(path: Path, old: Mapping[str, Any], name: str, identity: Mapping[st
                 f"{path}: {name} was measured with {key} {_short(before.get(key))}, this call has "
                 f"{_short(now.get(key))}; use another --out, or --overwrite to begin anew"
             )
-    return True
 
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# --- what `moesaic eval` says at the end ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalResult:
+    """The results of a call, with those of earlier calls into the same file."""
+
+    out: Path | None
+    suite: str
+    document: Mapping[str, Any]
+    """What the results file holds."""
+    missing: Mapping[str, str]
+    """Task of the suite -> why it was not measured."""
+    ran: tuple[str, ...]
+    """Tasks that this call measured, or, in a dry run, would look at."""
+    dry_run: bool
+
+    def score(self, task: str) -> float:
+        """The score of a task, as a share (or bits per byte)."""
+        return self.document["tasks"][task]["score"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for `--json`."""
+        return {
+            "out": None if self.out is None else str(self.out),
+            "suite": self.suite,
+            "ran": list(self.ran),
+            "missing": dict(self.missing),
+            "dry_run": self.dry_run,
+            "results": dict(self.document),
+        }
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        tasks = self.document["tasks"]
+        names = self.document["suites"].get(self.suite, {}).get("tasks", [])
+        lines = [_task_line(name, tasks[name]) for name in names if name in tasks]
+        if self.dry_run:
+            lines += [f"{name}: would be measured" for name in self.ran if name not in tasks]
+        lines += [f"{name}: missing: {reason}" for name, reason in self.missing.items()]
+        lines += [_average_line(one) for one in self.document["averages"] if one["suite"] == self.suite]
+        if self.out is not None and not self.dry_run:
+            lines.append(f"written to {self.out}")
+        return lines
+
+
+def _task_line(name: str, task: Mapping[str, Any]) -> str:
+    if "text" in task:
+        return "\n".join(_text_lines(name, task["text"]))
+    parts = f" ({len(task['parts'])} parts, {len(task['missing_parts'])} missing)" if task["missing_parts"] else ""
+    shots = f"{task['shots']} shots, {task['samples']} rows"
+    return f"{name}{parts}: {_share(task['score'], task['standard_error'])} {task['metric']}, {shots}"
+
+
+def _text_lines(name: str, text: Mapping[str, Any]) -> list[str]:
+    rows = {"all": text["all"], **text["domains"]}
+    return [
+        f"{name} of {domain}: {_number(row['perplexity'], 3)}, {_number(row['bits_per_byte'], 4)} bits per byte, "
+        f"loss {_number(row['loss'], 4)}, {row['documents']} documents, {row['tokens']:,} tokens"
+        for domain, row in rows.items()
+    ]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _average_line(average: Mapping[str, Any]) -> str:
+    over = f"over {', '.join(average['over']) or 'nothing'}"
+    lacking = [*average["missing"], *(f"parts of {name}" for name in average["partial"])]
+    incomplete = f"; not the paper's: without {', '.join(lacking)}" if lacking else ""
+    return f"{average['name']}: {_share(average['score'], average['standard_error'])} {over}{incomplete}"
+
+
+def _share(score: float | None, error: float | None) -> str:
+    if score is None:
+        return "-"
+    return f"{100 * score:.2f}" if error is None else f"{100 * score:.2f} ± {100 * error:.2f}"

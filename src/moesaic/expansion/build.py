@@ -20,7 +20,7 @@ from moesaic.expansion.router import duplicate_noise, duplicates_of, grown_rows,
 from moesaic.expansion.statement import Statement, statement
 from moesaic.families.counting import count_shapes
 from moesaic.families.moe import ExpertTensor, MoELayerTensors
-from moesaic.selection.rules import cut_routing
+from moesaic.routing.subset import cut_routing
 from moesaic.upcycling.randomness import generator
 
 Sources = Mapping[int, Sequence[int]]

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.common.yaml_text import parse_yaml
-from moesaic.selection.request import METHODS, Method
+from moesaic.selection.recipe import METHODS, Method
 from moesaic.upcycling.layer_ranges import parse_layers
 
 SCALES = ("tiny", "small")

@@ -1,5 +1,6 @@
 """Names of the architectures and the place of their code; imports neither torch nor transformers."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,10 @@ def class_names(base_model_type: str) -> dict[str, Any]:
 def modeling_file() -> Path:
     """Return the path of the self-contained modeling file, which is copied next to every checkpoint."""
     return Path(__file__).with_name("modeling_moesaic.py")
+
+
+def code_files(config: Mapping[str, Any]) -> dict[str, str]:
+    """Name and text of the code that a checkpoint with this config brings along: none where the family is not ours."""
+    if not str(config.get("model_type")).startswith("moesaic_"):
+        return {}
+    return {modeling_file().name: modeling_file().read_text(encoding="utf-8")}

@@ -1,17 +1,21 @@
-"""Scores of experts from statistics: pure functions, higher is better, one row per MoE layer. Torch-free.
+"""Scores of experts from statistics: pure functions, higher is better, one row per MoE layer; L layers, E experts.
 
-methods.md, section 4. An expert that no token reached scores 0, never NaN.
+methods.md, section 4. An expert that no token reached scores 0, never NaN. A new scorer is a function and its line in
+`SCORERS`. NumPy is imported by the functions, because the names are read for `moesaic select --help`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-import xxhash
-from jaxtyping import Float64
-from numpy import ndarray
+from moesaic.common import seeds
 
-from moesaic.selection.request import EasyEpVariant, Method
-from moesaic.selection.statistics import ExpertStatistics
+if TYPE_CHECKING:
+    from jaxtyping import Float64
+    from numpy import ndarray
+
+    from moesaic.selection.statistics import ExpertStatistics
 
 
 def score_router(statistics: ExpertStatistics) -> Float64[ndarray, "layers experts"]:
@@ -19,7 +23,7 @@ def score_router(statistics: ExpertStatistics) -> Float64[ndarray, "layers exper
     return statistics.probability_LE / statistics.tokens
 
 
-def score_easy_ep_original(statistics: ExpertStatistics) -> Float64[ndarray, "layers experts"]:
+def score_easy_ep(statistics: ExpertStatistics) -> Float64[ndarray, "layers experts"]:
     """Sum of g_e * ||E_e(x)|| * max(0, 1 - cos(x, x + y)), x before the block's norm (arXiv 2504.06792)."""
     return statistics.drift_original_LE
 
@@ -31,7 +35,7 @@ def score_easy_ep_emo(statistics: ExpertStatistics) -> Float64[ndarray, "layers 
 
 def score_reap(statistics: ExpertStatistics) -> Float64[ndarray, "layers experts"]:
     """Mean of g_e * ||E_e(x)|| over the tokens that selected the expert (arXiv 2510.13999)."""
-    return statistics.weighted_norm_LE / np.maximum(statistics.counts_LE, 1)
+    return statistics.weighted_norm_LE / statistics.counts_LE.clip(min=1)
 
 
 def score_frequency(statistics: ExpertStatistics) -> Float64[ndarray, "layers experts"]:
@@ -39,34 +43,32 @@ def score_frequency(statistics: ExpertStatistics) -> Float64[ndarray, "layers ex
     return statistics.counts_LE / statistics.tokens
 
 
-_SCORERS: Mapping[tuple[Method, EasyEpVariant], Callable[[ExpertStatistics], ndarray]] = {
-    ("router", "original"): score_router,
-    ("easy_ep", "original"): score_easy_ep_original,
-    ("easy_ep", "emo"): score_easy_ep_emo,
-    ("reap", "original"): score_reap,
-    ("frequency", "original"): score_frequency,
+SCORERS: Mapping[str, Callable[[ExpertStatistics], ndarray]] = {
+    "router": score_router,
+    "easy_ep": score_easy_ep,
+    "easy_ep:emo": score_easy_ep_emo,
+    "reap": score_reap,
+    "frequency": score_frequency,
 }
+"""Name of `--method`, or METHOD:VARIANT -> its scores."""
+
+METHODS = (*(name for name in SCORERS if ":" not in name), "random")
 
 
 def score(
-    statistics: Sequence[ExpertStatistics], method: Method, variant: EasyEpVariant = "original"
+    statistics: Sequence[ExpertStatistics], method: str, variant: str = "original"
 ) -> Float64[ndarray, "layers experts"]:
-    """Scores by a method that reads statistics, of one domain or mixed over several.
-
-    `variant` matters to easy_ep only.
-    """
-    scorer = _SCORERS[method, variant if method == "easy_ep" else "original"]
+    """Scores by a method that reads statistics, of one domain or mixed over several."""
+    scorer = SCORERS.get(f"{method}:{variant}", SCORERS[method])
     scores = [scorer(one) for one in statistics]
     return scores[0] if len(scores) == 1 else mix_domains(scores)
 
 
 def score_random(layers: Sequence[int], num_experts: int, seed: int) -> Float64[ndarray, "layers experts"]:
     """Uniform random scores; a layer's depend on the seed and its index alone."""
-    rows = [
-        np.random.default_rng(xxhash.xxh3_64_intdigest(f"select/{seed}/{layer}".encode())).random(num_experts)
-        for layer in layers
-    ]
-    return np.stack(rows)
+    import numpy as np
+
+    return np.stack([np.random.default_rng(seeds.order("select", seed, layer)).random(num_experts) for layer in layers])
 
 
 def mix_domains(scores: Sequence[Float64[ndarray, "layers experts"]]) -> Float64[ndarray, "layers experts"]:
@@ -74,6 +76,8 @@ def mix_domains(scores: Sequence[Float64[ndarray, "layers experts"]]) -> Float64
 
     A row of zeros (no expert has a score) stays zero.
     """
+    import numpy as np
+
     total = np.zeros_like(scores[0])
     for scores_LE in scores:
         sums_L1 = scores_LE.sum(axis=1, keepdims=True)

@@ -16,7 +16,7 @@ from numpy import ndarray
 from moesaic.checkpoint.pio import write_file
 from moesaic.checkpoint.source import load_json
 from moesaic.common.errors import MoesaicError
-from moesaic.selection.source import SourceModel, refuse_other_model, source_from_json
+from moesaic.families.identity import SourceModel, refuse_other_model, source_from_json
 
 FORMAT = "moesaic-statistics/1"
 

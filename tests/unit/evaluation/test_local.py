@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from moesaic.common.errors import MoesaicError
+from moesaic.data.calibration import in_split
 from moesaic.evaluation.benchmarks import BENCHMARKS
 from moesaic.evaluation.local import DataMissingError, HeldOut, find_split, read_local
-from moesaic.selection.calibration import in_split
 from tests.tiny_evals import choice_rows, write_rows
 
 

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.source import open_checkpoint
+from moesaic.families.identity import describe
 from moesaic.families.moe import detect_moe
-from moesaic.selection.choose import best_experts
+from moesaic.routing.subset import Selection
 from moesaic.selection.scorers import score_random
-from moesaic.selection.selection import Selection
-from moesaic.selection.source import describe
+from moesaic.selection.select import best_experts
 from tests.tiny_models import tiny_moe_model
 from tests.tiny_moes import MOE_FAMILIES, save_tiny_moe
 

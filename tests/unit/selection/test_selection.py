@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from moesaic.common.errors import MoesaicError
-from moesaic.selection.choose import best_experts, check_counts, parse_keep, union_selections
-from moesaic.selection.selection import Selection, compare_selections, load_selection, save_selection
-from moesaic.selection.source import SourceModel
+from moesaic.families.identity import SourceModel
+from moesaic.routing.subset import Selection, check_counts, load_selection, save_selection
+from moesaic.selection.select import best_experts, compare_selections, parse_keep, union_selections
 
 SOURCE = SourceModel(
     name="m", revision=None, model_type="olmoe", num_experts=6, top_k=2, num_groups=1, layers=(0, 2), sample_hash="ab"

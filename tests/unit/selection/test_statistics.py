@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from moesaic.common.errors import MoesaicError
+from moesaic.families.identity import SourceModel
 from moesaic.selection.scorers import mix_domains, routing_mass, score, score_random
-from moesaic.selection.source import SourceModel
 from moesaic.selection.statistics import (
     SUMS,
     ExpertStatistics,

@@ -15,8 +15,8 @@ from moesaic.lab.rows import Row
 from moesaic.lab.tasks.losses import held_out_loss, held_out_sets
 from moesaic.lab.writing import train_file
 from moesaic.loading import load_tokenizer
-from moesaic.selection.request import Method
-from moesaic.selection.selection import Selection, save_selection
+from moesaic.routing.subset import Selection, save_selection
+from moesaic.selection.recipe import Method
 from moesaic.selection.statistics import load_statistics
 
 

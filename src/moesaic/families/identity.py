@@ -1,4 +1,6 @@
-"""The model that statistics and selections belong to, as far as it decides what fits. Torch-free."""
+"""Which model experts belong to: the identity that statistics and selections are checked against, and the lineage of a
+subset, through extraction and fine-tuning. Torch-free.
+"""
 
 import json
 import os
@@ -9,6 +11,7 @@ from typing import Any
 import xxhash
 
 from moesaic.checkpoint.pio import explained, read_into
+from moesaic.checkpoint.provenance import PROVENANCE_FILE, read_provenance
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.families.moe import MoEModel
@@ -116,3 +119,25 @@ def refuse_other_model(made_for: SourceModel, given: SourceModel, where: str) ->
             f"{where}: was made for {made_for.name} with other weights (hash {made_for.sample_hash[:12]}) than "
             f"{given.name} has (hash {given.sample_hash[:12]}); select again on this model"
         )
+
+
+# --- the way from a subset back to the models that its experts are from ----------------------------------------------
+
+Ids = tuple[tuple[int, ...], ...]
+"""Expert ids per MoE layer."""
+
+Lineage = tuple[tuple[SourceModel, Ids], ...]
+"""The ids that a subset's experts have in each of its ancestors, the nearest ancestor first."""
+
+
+def find_lineage(checkpoint: Checkpoint) -> Lineage:
+    """The record of `extract` in moesaic.json, which training hands on; empty for a model that is no subset."""
+    record = read_provenance(checkpoint.path) or {}
+    where = str(checkpoint.path / PROVENANCE_FILE)
+    try:
+        return tuple(
+            (source_from_json(one["model"], where), tuple(tuple(map(int, row)) for row in one["ids"]))
+            for one in record.get("lineage", ())
+        )
+    except (TypeError, KeyError, ValueError) as error:
+        raise MoesaicError(f"{where}: its lineage cannot be read ({error}); extract the subset again") from error

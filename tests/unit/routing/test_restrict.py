@@ -10,8 +10,8 @@ from moesaic.common.errors import MoesaicError
 from moesaic.loading import load
 from moesaic.routing.config import RuleConfig
 from moesaic.routing.install import install
-from moesaic.selection.extraction import extract
-from moesaic.selection.restriction import restrict
+from moesaic.routing.restrict import restrict
+from moesaic.selection.extract import extract
 from tests.unit.selection.kinds import KINDS, random_selection, save_kind
 
 IDS = torch.randint(3, 90, (2, 24), generator=torch.Generator().manual_seed(0))

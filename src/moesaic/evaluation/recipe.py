@@ -1,19 +1,61 @@
-"""Suites: which tasks, with how many demonstrations, and the averages over them. Torch-free."""
+"""What `eval` is told: its options, and suites of tasks with their demonstrations and averages. Torch-free."""
 
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from moesaic.common.errors import MoesaicError, suggest
 from moesaic.common.recipe import load_recipe
 from moesaic.common.yaml_text import read_yaml
-from moesaic.evaluation import shipped_suites
 from moesaic.evaluation.benchmarks import BENCHMARKS, PERPLEXITY
 
 TASKS = (*BENCHMARKS, PERPLEXITY)
 TEXT_METRIC = "bits_per_byte"
 """The one score of held-out text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRecipe:
+    """What to measure."""
+
+    checkpoint: str
+    """Folder or hub id org/name[@revision], with a tokenizer."""
+    suite: Any = "emo-mc9"
+    """Suite or task, several with commas between, or a YAML file."""
+    data_dir: str | None = None
+    """Folder with local rows. Default: the hub's data sets."""
+    shots: int | None = None
+    """Demonstrations, for all tasks. Default: the suite's."""
+    limit: int | None = None
+    """First rows of each task, subject or domain. Default: all."""
+    selection: str | None = None
+    """Use only the experts of this selection, or of a folder with one per category."""
+    selection_share: float | None = None
+    """Share of the rows that selections are made on, not evaluated. Default: suite's."""
+    seed: int = 1234  # lm-eval's own, so that demonstrations are those of lm-eval called directly
+    """Seed of the demonstrations that are drawn."""
+    batch_size: int = 8
+    """Texts at once; more is faster and needs more memory."""
+    device: str | None = None
+    """Where the model runs, such as cpu, cuda or cuda:1. Default: cuda if there is one, else cpu."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type that the model runs in; auto is the checkpoint's."""
+    domain_field: str = "domain"
+    """perplexity: the records' field with the domain; '' takes the file's name."""
+    allow_code_execution: bool = False
+    """humaneval, mbpp: run the programs that the model writes, without network."""
+
+    def __post_init__(self) -> None:
+        for key, value, least in (
+            ("limit", self.limit, 1),
+            ("batch-size", self.batch_size, 1),
+            ("shots", self.shots, 0),
+        ):
+            if value is not None and value < least:
+                raise MoesaicError(f"--{key}: must be at least {least}, got {value}")
+        if self.selection_share is not None and not 0.0 < self.selection_share < 1.0:
+            raise MoesaicError(f"--selection-share {self.selection_share:g}: must be above 0 and below 1, such as 0.4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +142,7 @@ def load_suite(reference: str, *, shots: int | None = None) -> Suite:
 
 def shipped() -> dict[str, Any]:
     """Name -> YAML file of the suites inside the package."""
-    folder = files(shipped_suites)
+    folder = files("moesaic.evaluation").joinpath("shipped_suites")
     return {file.name.removesuffix(".yaml"): file for file in folder.iterdir() if file.name.endswith(".yaml")}
 
 

@@ -3,44 +3,31 @@
 import copy
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.card import model_card
-from moesaic.checkpoint.pieces import NewTensor, slot_tensor, whole
-from moesaic.checkpoint.provenance import read_provenance
-from moesaic.checkpoint.rewrite import Rewrite, RewriteResult, original_experts, rewrite_unless_dry
+from moesaic.checkpoint.lazy import Lazy, stored
+from moesaic.checkpoint.provenance import original_experts, read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
+from moesaic.checkpoint.write import NewCheckpoint, WriteResult, write_unless_dry
+from moesaic.common.errors import MoesaicError
+from moesaic.common.verbs import verb
 from moesaic.families.counting import beyond_depth, layer_of
-from moesaic.families.moe import MoELayerTensors, MoEModel, detect_running
-from moesaic.families.moe_table import EXPERT_COUNT_KEYS
-from moesaic.selection.choose import check_counts, own_groups, refuse_uneven
-from moesaic.selection.lineage import extend, find_lineage
-from moesaic.selection.rules import cut_routing
-from moesaic.selection.selection import Selection, load_selection
-from moesaic.selection.source import describe, refuse_other_model
+from moesaic.families.identity import Ids, SourceModel, describe, find_lineage, refuse_other_model
+from moesaic.families.moe import MoEModel, detect_running
+from moesaic.families.moe_table import EXPERT_COUNT_KEYS, MOE_FAMILIES
+from moesaic.modeling.names import code_files
+from moesaic.routing.subset import Selection, check_counts, cut_routing, load_selection, own_groups
+from moesaic.selection.recipe import ExtractRecipe
 
 _TOP_K_ALIASES = ("experts_per_token",)
 """Further config keys of the number of active experts (GPT-OSS as published)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExtractRecipe:
-    """What to extract."""
-
-    checkpoint: str
-    """The full model: folder or hub id."""
-    selection: str
-    """The file that says which experts to keep."""
-    top_k: int | None = None
-    """Active experts of the result; None takes the selection's, else the model's."""
-    allow_nonfinite: bool = False
-    """Accept NaN and infinity in the weights."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExtractResult(RewriteResult):
+class ExtractResult(WriteResult):
     """What was made."""
 
     experts: int
@@ -53,13 +40,11 @@ class ExtractResult(RewriteResult):
         return [self.line(f"{self.experts} of {self.experts_before} experts per layer, {self.top_k} active")]
 
 
+@verb(ExtractRecipe, positional=("checkpoint", "selection"), out=True)
 def extract(
-    checkpoint: str | Path,
-    selection: str | Path | Selection,
+    recipe: ExtractRecipe,
     out: str | Path,
     *,
-    top_k: int | None = None,
-    allow_nonfinite: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     quiet: bool = True,
@@ -70,38 +55,27 @@ def extract(
     Router rows, selection biases and experts are sliced; everything else, shared experts included, is copied. The ids
     that the experts had are recorded in moesaic.json, for `merge_back`. Keeping all experts gives the same tensors.
 
-    Args:
-        checkpoint: the full model: folder, or hub id `org/name[@revision]`.
-        selection: a file of `select`, or a `Selection`.
-        out: folder to write.
-        top_k: lower the number of active experts to this. Default: what the selection was made for, else the model's.
-        allow_nonfinite: accept NaN and infinity in the weights.
-        overwrite: replace `out` if it exists.
-        dry_run: check everything, write nothing.
-        quiet: print no progress.
-        workers: threads; the bytes written do not depend on it. Default: one per core, at most 8.
-
     Raises:
         MoesaicError: a selection for another model, or one that the family's config or router cannot hold; a NaN in
             the source; a full disk; a target that exists.
     """
     started = time.monotonic()
-    loaded = selection if isinstance(selection, Selection) else load_selection(selection)
-    where = "selection" if isinstance(selection, Selection) else str(selection)
-    recipe = ExtractRecipe(checkpoint=str(checkpoint), selection=where, top_k=top_k, allow_nonfinite=allow_nonfinite)
-    plan, active = plan_extract(recipe, loaded, out)
-    written = rewrite_unless_dry(plan, out, dry_run=dry_run, overwrite=overwrite, workers=workers, quiet=quiet)
+    given = recipe.selection
+    selection = given if isinstance(given, Selection) else load_selection(given)
+    recipe = replace(recipe, selection="selection" if isinstance(given, Selection) else str(given))
+    plan, active = plan_extract(recipe, selection, out)
+    written = write_unless_dry(plan, out, dry_run=dry_run, overwrite=overwrite, workers=workers, quiet=quiet)
     return ExtractResult(
         out=written,
-        experts=loaded.counts[0],
-        experts_before=loaded.source.num_experts,
+        experts=selection.counts[0],
+        experts_before=selection.source.num_experts,
         top_k=active,
         nbytes=plan.files.nbytes,
         seconds=time.monotonic() - started,
     )
 
 
-def plan_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -> tuple[Rewrite, int]:
+def plan_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -> tuple[NewCheckpoint, int]:
     """The new checkpoint, resolved from headers, and its number of active experts."""
     source = open_checkpoint(recipe.checkpoint)
     model = detect_running(source)
@@ -112,7 +86,7 @@ def plan_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -
     active = check_counts(identity, source.config, selection.kept, top_k=top_k, where=recipe.selection)
     routing = (read_provenance(source.path) or {}).get("routing")
     known = original_experts(source, identity.num_experts, len(identity.layers))
-    lineage = extend(identity, selection.kept, find_lineage(source))
+    config = cut_config(source.config, model, selection, active)
     card = model_card(
         title=Path(out).name,
         bases=[source.name],
@@ -124,11 +98,12 @@ def plan_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -
             "Selected by": selection.method,
         },
     )
-    plan = Rewrite(
+    plan = NewCheckpoint(
         verb="extract",
         sources=(("full", source),),
-        tensors=tuple(sliced_tensors(source, model, selection)),
-        config=cut_config(source.config, model, selection, active),
+        tensors=sliced_tensors(source, model, selection),
+        config=config,
+        texts=code_files(config),
         recipe=recipe,
         seed=None,
         card=card,
@@ -136,7 +111,7 @@ def plan_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -
             "experts": {
                 "original": [[row[one] for one in ids] for row, ids in zip(known, selection.kept, strict=True)]
             },
-            "lineage": lineage.to_json(),
+            "lineage": _lineage(source, identity, selection.kept),
             **({"routing": cut_routing(routing, selection.kept)} if routing else {}),
             "selection": {"method": selection.method, "details": dict(selection.details)},
         },
@@ -145,32 +120,50 @@ def plan_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -
     return plan, active
 
 
-def sliced_tensors(source: Checkpoint, model: MoEModel, selection: Selection) -> list[NewTensor]:
+def _lineage(source: Checkpoint, identity: SourceModel, kept: Ids) -> list[dict[str, Any]]:
+    """The models that the kept experts are from, with their ids there: `source`, then the ancestors that it has."""
+    further = [
+        (model, tuple(tuple(row[expert] for expert in rows) for row, rows in zip(ids, kept, strict=True)))
+        for model, ids in find_lineage(source)
+    ]
+    return [
+        {"model": model.to_json(), "ids": [list(row) for row in ids]} for model, ids in ((identity, kept), *further)
+    ]
+
+
+def refuse_uneven(selection: Selection, where: str) -> int:
+    """The one number of experts that every layer keeps; a config can hold no more than one."""
+    counts = sorted(set(selection.counts))
+    if len(counts) > 1:
+        raise MoesaicError(
+            f"{where}: keeps {counts[0]} to {counts[-1]} experts depending on the layer, but the config of "
+            f"{selection.source.model_type} holds one number for all layers, and so do all other families "
+            f"({', '.join([*MOE_FAMILIES, 'moesaic_*'])}); keep the same number in each layer, or use the selection as "
+            "a mask (moesaic.restrict, generate --selection)"
+        )
+    return counts[0]
+
+
+def sliced_tensors(source: Checkpoint, model: MoEModel, selection: Selection) -> dict[str, Lazy]:
     """All tensors of the result, in the order of the source."""
-    made: dict[str, NewTensor] = {}
+    made: dict[str, Lazy] = {}
     sliced: set[str] = set()
     if selection.counts[0] < model.num_experts:  # layers that nothing was selected for, and that do not run
         sliced.update(name for name in source.tensors if beyond_depth(source.config, layer_of(name)))
     for layer, ids in zip(model.layers, selection.kept, strict=True):
         for tensor in layer.expert_tensors:
-            sliced.update(tensor.names(layer.num_experts))
-        made.update(_sliced_layer(source, layer, ids))
-    return [
-        made.get(name) or whole(info) for name, info in source.tensors.items() if name in made or name not in sliced
-    ]
-
-
-def _sliced_layer(source: Checkpoint, layer: MoELayerTensors, ids: tuple[int, ...]) -> dict[str, NewTensor]:
-    made: dict[str, NewTensor] = {}
-    for tensor in layer.expert_tensors:
-        if tensor.axis is not None:
-            info = source.tensors[tensor.name]
-            made[tensor.name] = slot_tensor(tensor.name, [(info, expert) for expert in ids], axis=tensor.axis)
-            continue
-        old_names = tensor.names(layer.num_experts)
-        for name, expert in zip(tensor.names(len(ids)), ids, strict=True):
-            made[name] = whole(source.tensors[old_names[expert]], name)
-    return made
+            names = tensor.names(layer.num_experts)
+            sliced.update(names)
+            if tensor.axis is not None:
+                made[tensor.name] = stored(source.tensors[tensor.name]).take(ids, tensor.axis)
+            else:
+                own = zip(tensor.names(len(ids)), ids, strict=True)
+                made |= {name: stored(source.tensors[names[expert]]) for name, expert in own}
+    return {
+        name: made[name] if name in made else stored(info)
+        for name, info in source.tensors.items()
+        if name in made or name not in sliced
+    }
 
 
 _PREDICTED = "num_nextn_predict_layers"

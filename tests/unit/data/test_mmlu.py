@@ -3,7 +3,7 @@ import math
 import pytest
 
 from moesaic.common.errors import MoesaicError
-from moesaic.evaluation.mmlu import CATCH_ALL, CATEGORIES, PRO_CATEGORIES, SUBJECTS, category_of
+from moesaic.data.mmlu import CATCH_ALL, CATEGORIES, PRO_CATEGORIES, SUBJECTS, category_of
 
 # Questions in the test split of these subjects (../shared/data/evals has 22 of the 57), and the test sets that table 4
 # of EMO gives for categories made of them alone.

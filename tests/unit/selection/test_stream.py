@@ -10,8 +10,8 @@ from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.families.moe import detect_moe
 from moesaic.loading import load
-from moesaic.selection.experts import find_block, run_experts
-from moesaic.selection.stacking import ExpertStacks
+from moesaic.routing.capture import find_block, run_experts
+from moesaic.selection.stream import ExpertStacks
 from tests.tiny_moes import MOE_FAMILIES, save_tiny_moe
 
 

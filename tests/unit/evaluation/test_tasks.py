@@ -1,6 +1,6 @@
 import pytest
 
-from moesaic.evaluation.answers import normalised, scores, squad_results, squad_target, token_f1
+from moesaic.evaluation.tasks import normalised, scores, squad_results, squad_target, token_f1
 
 
 def test_normalised():

@@ -4,41 +4,31 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
+
+import torch
 
 from moesaic.checkpoint.card import model_card
+from moesaic.checkpoint.headers import TensorInfo
+from moesaic.checkpoint.lazy import Lazy, combine, concat, promoted, stored
 from moesaic.checkpoint.provenance import read_provenance
-from moesaic.checkpoint.rewrite import Rewrite, RewriteResult, rewrite_unless_dry
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
+from moesaic.checkpoint.write import NewCheckpoint, WriteResult, write_unless_dry
 from moesaic.common.errors import MoesaicError
-from moesaic.families.moe import MoEModel, detect_running
-from moesaic.selection.lineage import Ids, find_lineage
-from moesaic.selection.merge_tensors import Merge, merged_tensors
-from moesaic.selection.source import SourceModel, describe, source_from_json
-
-Part = Literal["router", "shared", "other"]
-PARTS: tuple[Part, ...] = get_args(Part)
+from moesaic.common.verbs import verb
+from moesaic.families.counting import beyond_depth, layer_of
+from moesaic.families.identity import Ids, SourceModel, describe, find_lineage, source_from_json
+from moesaic.families.moe import ROUTER_ROLES, ExpertTensor, MoELayerTensors, MoEModel, detect_running
+from moesaic.modeling.names import code_files
+from moesaic.selection.experts import expert_part
+from moesaic.selection.recipe import MergeBackRecipe
 
 _OF_THE_FULL_MODEL = ("routing", "experts", "lineage")
 """Keys of its moesaic.json that stay true: the training rule, and which experts of which models its experts are."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeBackRecipe:
-    """What to put back."""
-
-    full: str
-    """The model that the subset was extracted from, or a result of merging other subsets back into it."""
-    subset: str
-    parts: tuple[str, ...] = ()
-    """What to put back besides the experts: router (rows and biases of these experts), shared, other."""
-    average: float | None = None
-    """Share of the subset in the mean of both; None takes the subset's values."""
-    allow_nonfinite: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergeBackResult(RewriteResult):
+class MergeBackResult(WriteResult):
     """What was made."""
 
     experts: int
@@ -51,14 +41,11 @@ class MergeBackResult(RewriteResult):
         return [self.line(f"{self.experts} experts put back{more}")]
 
 
+@verb(MergeBackRecipe, positional=("full", "subset"), out=True)
 def merge_back(
-    full: str | Path,
-    subset: str | Path,
+    recipe: MergeBackRecipe,
     out: str | Path,
     *,
-    parts: Sequence[Part] = (),
-    average: float | None = None,
-    allow_nonfinite: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     quiet: bool = True,
@@ -66,36 +53,17 @@ def merge_back(
 ) -> MergeBackResult:
     """Write the full model with the subset's experts in their original places.
 
-    Several subsets of one model are put back one after the other; experts that two of them hold are named and refused,
-    unless `average` says how to combine them. Without training in between, the result equals `full` bit for bit.
-
-    Args:
-        full: the model that the subset was extracted from, or that with other subsets merged back: folder or hub id.
-        subset: what `extract` wrote, trained or not: folder or hub id.
-        out: folder to write.
-        parts: put back as well: `router` (rows and biases of these experts), `shared` (shared experts), `other` (all
-            other weights).
-        average: put back (1 - average) * full + average * subset instead of the subset's values.
-        allow_nonfinite: accept NaN and infinity in the weights.
-        overwrite: replace `out` if it exists.
-        dry_run: check everything, write nothing.
-        quiet: print no progress.
-        workers: threads; the bytes written do not depend on it. Default: one per core, at most 8.
+    `full` is the model that the subset was extracted from, or that with other subsets merged back: several go back one
+    after the other. Experts that two of them hold are named and refused, unless `average` says how to combine them:
+    (1 - average) * full + average * subset. Without training in between, the result equals `full` bit for bit.
 
     Raises:
         MoesaicError: the subset is not of this model (by the hash that `extract` recorded) or has another shape; two
             subsets hold the same expert; a full disk; a target that exists.
     """
     started = time.monotonic()
-    recipe = MergeBackRecipe(
-        full=str(full),
-        subset=str(subset),
-        parts=tuple(parts),
-        average=average,
-        allow_nonfinite=allow_nonfinite,
-    )
     plan, ids = plan_merge_back(recipe, out)
-    written = rewrite_unless_dry(plan, out, dry_run=dry_run, overwrite=overwrite, workers=workers, quiet=quiet)
+    written = write_unless_dry(plan, out, dry_run=dry_run, overwrite=overwrite, workers=workers, quiet=quiet)
     return MergeBackResult(
         out=written,
         experts=sum(map(len, ids)),
@@ -105,9 +73,8 @@ def merge_back(
     )
 
 
-def plan_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[Rewrite, Ids]:
+def plan_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[NewCheckpoint, Ids]:
     """The new checkpoint, resolved from headers, and the ids that the subset's experts have in it."""
-    _check(recipe)
     full, subset = open_checkpoint(recipe.full), open_checkpoint(recipe.subset)
     full_model, subset_model = detect_running(full), detect_running(subset)
     identity = describe(full, full_model)
@@ -115,18 +82,17 @@ def plan_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[Rewrite, 
     since, ids = _place(bases, subset, subset_model)
     _refuse_conflicts(recipe, since, ids, identity)
     merge = Merge(full=full, subset=subset, average=recipe.average)
-    tensors, work = merged_tensors(merge, full_model, subset_model, ids, recipe.parts)
     root = bases[-1]
     mine = {"name": subset.name, "ids": [list(row) for row in ids], "parts": list(recipe.parts)}
     merged = [*root.since, {**mine, "into": identity.to_json()}]
     record = read_provenance(full.path) or {}
     command = ["moesaic", "merge-back", recipe.full, recipe.subset, str(out)]
-    plan = Rewrite(
+    plan = NewCheckpoint(
         verb="merge-back",
         sources=(("full", full), ("subset", subset)),
-        tensors=tuple(tensors),
-        work=tuple(work),
+        tensors=merged_tensors(merge, full_model, subset_model, ids, recipe.parts),
         config=full.config,
+        texts=code_files(full.config),
         recipe=recipe,
         seed=None,
         card=model_card(
@@ -143,14 +109,6 @@ def plan_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[Rewrite, 
         allow_nonfinite=recipe.allow_nonfinite,
     )
     return plan, ids
-
-
-def _check(recipe: MergeBackRecipe) -> None:
-    for part in recipe.parts:
-        if part not in PARTS:
-            raise MoesaicError(f"--with {part}: not one of {', '.join(PARTS)}")
-    if recipe.average is not None and not 0.0 <= recipe.average <= 1.0:
-        raise MoesaicError(f"--average {recipe.average}: must be from 0 (full) to 1 (subset)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,13 +137,13 @@ def _bases(full: Checkpoint, identity: SourceModel) -> list[_Base]:
 def _place(bases: Sequence[_Base], subset: Checkpoint, model: MoEModel) -> tuple[tuple[Mapping[str, Any], ...], Ids]:
     """What conflicts with the subset, and the ids that its experts have in the full model."""
     lineage = find_lineage(subset)
-    if lineage is None:
+    if not lineage:
         raise MoesaicError(
             f"{subset.name}: its moesaic.json does not say what it was extracted from; give a folder that "
             "`moesaic extract` wrote, or one trained from it"
         )
     for base in bases:
-        for ancestor, ids in lineage.ancestors:
+        for ancestor, ids in lineage:
             if (ancestor.sample_hash, ancestor.layers) == (base.model.sample_hash, base.model.layers):
                 if {len(row) for row in ids} != {model.num_experts}:
                     raise MoesaicError(
@@ -193,7 +151,7 @@ def _place(bases: Sequence[_Base], subset: Checkpoint, model: MoEModel) -> tuple
                         "only subsets with the experts that were extracted can be put back"
                     )
                 return base.since, ids
-    parent, root = lineage.ancestors[0][0], bases[-1].model
+    parent, root = lineage[0][0], bases[-1].model
     raise MoesaicError(
         f"{subset.name}: was extracted from {parent.name} (hash {parent.sample_hash[:12]}), not from {root.name} "
         f"(hash {root.sample_hash[:12]}); give its own parent"
@@ -218,3 +176,81 @@ def _refuse_conflicts(
                 f"{recipe.subset}: {', '.join(both[:3])}{more} were put back from {other['name']} before; "
                 "say with --average how much of this subset to take"
             )
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """Two checkpoints, and how a value of both becomes one."""
+
+    full: Checkpoint
+    subset: Checkpoint
+    average: float | None
+
+    def tensor(self, target: TensorInfo, pieces: Sequence[tuple[Lazy, Lazy | None]]) -> Lazy:
+        """`target` from consecutive pieces: the full model's, and what replaces each or is averaged with it, if any."""
+        return concat([self._piece(target, *piece) for piece in pieces]).reshape(*target.shape)
+
+    def _piece(self, target: TensorInfo, ours: Lazy, theirs: Lazy | None) -> Lazy:
+        if theirs is None:
+            return ours
+        if theirs.size != ours.size:
+            raise MoesaicError(
+                f"{self.subset.name}: {theirs.sources[0].name} has another shape than {target.name} of "
+                f"{self.full.name}; only the number of experts may differ"
+            )
+        if self.average is None:  # both are read where a cast is needed: so say the records of earlier versions
+            return theirs if theirs.dtype == ours.dtype else combine(lambda both: both[1], [ours, theirs], ours.dtype)
+        # In float32 (float64 for float64), rounded once. `lerp` is exact at both ends, and the mean of equal values is
+        # that value.
+        average, wide = self.average, promoted(ours.dtype, theirs.dtype, "F32")
+        parts = [ours.cast(wide), theirs.cast(wide)]
+        return combine(lambda both: torch.lerp(both[0], both[1], average), parts, ours.dtype)
+
+    def whole(self, target: TensorInfo) -> Lazy:
+        """A tensor that both have under one name."""
+        theirs = self.subset.tensors.get(target.name)
+        if theirs is None or theirs.shape != target.shape:
+            state = "is missing" if theirs is None else f"has shape {list(theirs.shape)}, not {list(target.shape)}"
+            raise MoesaicError(f"{self.subset.name}: {target.name} {state}; leave it out of --with")
+        return self._piece(target, stored(target), stored(theirs))
+
+
+def merged_tensors(merge: Merge, full: MoEModel, subset: MoEModel, ids: Ids, parts: Sequence[str]) -> dict[str, Lazy]:
+    """All tensors of the result, in the order of the full model."""
+    made: dict[str, Lazy] = {}
+    experts: set[str] = set()
+    shared: set[str] = set()
+    for layer, cut, kept in zip(full.layers, subset.layers, ids, strict=True):
+        shared.update(layer.shared)
+        for tensor in layer.expert_tensors:
+            experts.update(tensor.names(layer.num_experts))
+            if tensor.role not in ROUTER_ROLES or "router" in parts:
+                made.update(_expert_tensors(merge, tensor, layer, cut, kept))
+    for name, info in merge.full.tensors.items():
+        part = "shared" if name in shared else "other"
+        stored_only = beyond_depth(merge.full.config, layer_of(name))
+        if name not in experts and part in parts and not stored_only:
+            made[name] = merge.whole(info)
+    return {name: made[name] if name in made else stored(info) for name, info in merge.full.tensors.items()}
+
+
+def _expert_tensors(
+    merge: Merge, tensor: ExpertTensor, layer: MoELayerTensors, cut: MoELayerTensors, kept: Sequence[int]
+) -> dict[str, Lazy]:
+    """The tensors of one role in one layer, with the kept experts' slots from the subset."""
+    place = {expert: number for number, expert in enumerate(kept)}
+    pieces = []
+    for expert in range(layer.num_experts):
+        ours = expert_part(merge.full, layer, tensor.role, expert)
+        theirs = expert_part(merge.subset, cut, tensor.role, place[expert]) if expert in place else None
+        assert ours is not None
+        if expert in place and theirs is None:
+            raise MoesaicError(f"{merge.subset.name}: layer {cut.layer} has no tensor for {tensor.role} of the experts")
+        pieces.append((ours, theirs))
+    if tensor.axis is not None:
+        return {tensor.name: merge.tensor(merge.full.tensors[tensor.name], pieces)}
+    names = tensor.names(layer.num_experts)
+    return {names[expert]: merge.tensor(merge.full.tensors[names[expert]], [pieces[expert]]) for expert in place}

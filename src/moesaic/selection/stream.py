@@ -18,16 +18,26 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
-from moesaic.checkpoint.reader import read_tensor
+from moesaic.checkpoint.lazy import Lazy, Region
+from moesaic.checkpoint.pio import opened, read_into
+from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
-from moesaic.families.moe import ROUTER_ROLES, detect_running
+from moesaic.families.moe import ROUTER_ROLES, MoELayerTensors, detect_running
 from moesaic.loading import load_config
-from moesaic.selection.experts import find_block
-from moesaic.selection.rules import install_recorded
-from moesaic.selection.stacking import ExpertStacks
+from moesaic.routing.capture import find_block
+from moesaic.routing.restrict import install_recorded
+from moesaic.selection.experts import expert_part
 
 _META = torch.device("meta")
+
+_PARAMETERS = {
+    "gate_up_proj": "gate_up",
+    "down_proj": "down",
+    "gate_up_proj_bias": "gate_up_bias",
+    "down_proj_bias": "down_bias",
+}
+"""Parameter of an experts module -> role of its slots."""
 
 
 @dataclass(eq=False)
@@ -198,3 +208,46 @@ def make_batches(sequences: Sequence[Sequence[int]], *, size: int, padding_id: i
             ids_BS[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
             mask_BS[row, : len(ids)] = True
         yield Batch(ids_BS=ids_BS, mask_T=mask_BS.reshape(-1))
+
+
+class ExpertStacks:
+    """Memory for the experts of one layer, used again for the next: nothing is in memory twice, nothing is freed."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._memory: dict[str, Tensor] = {}
+
+    def fill(self, experts: Any, layer: MoELayerTensors) -> None:
+        """Give an experts module its weights; what another layer's module was given before is lost."""
+        for name, role in _PARAMETERS.items():
+            parameter = getattr(experts, name, None)
+            if parameter is None:
+                continue
+            stack = self._memory.get(name)
+            if stack is None or (stack.shape, stack.dtype) != (parameter.shape, parameter.dtype):
+                stack = self._memory[name] = torch.empty(parameter.shape, dtype=parameter.dtype)
+            for expert, target in enumerate(stack):
+                self._fill_one(target, layer, role, expert)
+            setattr(experts, name, nn.Parameter(stack, requires_grad=False))
+
+    def _fill_one(self, target: Tensor, layer: MoELayerTensors, role: str, expert: int) -> None:
+        part = expert_part(self._checkpoint, layer, role, expert)
+        if part is None or part.size != target.numel():
+            raise MoesaicError(
+                f"{self._checkpoint.name}: expert {expert} of layer {layer.layer} does not have the "
+                f"{list(target.shape)} values for {role} that its config.json says"
+            )
+        _read(part, target.view(-1))
+
+
+def _read(part: Lazy, values_N: Tensor) -> None:
+    """Read stored numbers into their place: in the same dtype right from the file, without a copy in between."""
+    if TORCH_DTYPES.get(part.dtype) != values_N.dtype:
+        values_N.copy_(part.read())
+        return
+    place = values_N.view(torch.uint8).numpy().data
+    for piece in part.pieces:
+        assert isinstance(piece, Region), "experts are stored"
+        with opened(piece.source.file) as fd:
+            read_into(fd, place[: piece.width], piece.source.offset + piece.start, piece.source.file)
+        place = place[piece.width :]

@@ -4,7 +4,7 @@ import pytest
 
 from moesaic.common.errors import MoesaicError
 from moesaic.evaluation.benchmarks import BENCHMARKS
-from moesaic.evaluation.suites import load_suite, shipped
+from moesaic.evaluation.recipe import load_suite, shipped
 
 
 def _shots(name: str) -> dict[str, int]:

@@ -1,4 +1,7 @@
-"""A selection: which routed experts of each MoE layer to keep, with their scores; a JSON file. Torch-free."""
+"""A selection: which routed experts of each MoE layer to keep, with their scores; a JSON file. Torch-free.
+
+`check_counts` says whether a router can run with only these, `cut_routing` what becomes of a recorded training rule.
+"""
 
 import json
 import math
@@ -11,7 +14,8 @@ from typing import Any
 from moesaic.checkpoint.pio import write_file
 from moesaic.checkpoint.source import load_json
 from moesaic.common.errors import MoesaicError
-from moesaic.selection.source import SourceModel, source_from_json
+from moesaic.families.identity import SourceModel, source_from_json
+from moesaic.families.moe_table import family_of
 
 FORMAT = "moesaic-selection/1"
 
@@ -95,26 +99,6 @@ def load_selection(file: str | Path) -> Selection:
         raise MoesaicError(f"{path}: has a value of the wrong type ({error})") from error
 
 
-def compare_selections(first: Selection, second: Selection) -> list[dict[str, Any]]:
-    """Per layer: how many experts each keeps, how many both keep, and that number over the size of the union.
-
-    The two may keep different numbers, and be of different models as long as layers and number of experts agree.
-    """
-    _refuse_other_shape(first, second)
-    rows = []
-    for layer, ours, theirs in zip(first.layers, first.kept, second.kept, strict=True):
-        both, either = set(ours) & set(theirs), set(ours) | set(theirs)
-        rows.append(
-            {
-                "layer": layer,
-                "kept": [len(ours), len(theirs)],
-                "common": len(both),
-                "overlap": len(both) / len(either) if either else 1.0,
-            }
-        )
-    return rows
-
-
 def _problem(selection: Selection) -> str | None:
     """What contradicts what, or None."""
     source, layers = selection.source, selection.layers
@@ -155,11 +139,109 @@ def _bad_ids(ids: Sequence[Any], num_experts: int) -> str | None:
     return None
 
 
-def _refuse_other_shape(first: Selection, second: Selection) -> None:
-    for key in ("layers", "num_experts"):
-        ours, theirs = getattr(first.source, key), getattr(second.source, key)
-        if ours != theirs:
+# --- which subsets a router can run with -----------------------------------------------------------------------------
+
+
+def check_counts(
+    source: SourceModel,
+    config: Mapping[str, Any],
+    kept: Sequence[Sequence[int]],
+    *,
+    top_k: int | None,
+    where: str,
+) -> int:
+    """The number of active experts of a model cut to `kept`; refuses what its router could not run with.
+
+    Args:
+        source: the full model.
+        config: its configuration.
+        kept: ids per MoE layer.
+        top_k: the number of active experts asked for; None keeps the model's.
+        where: the file or flag that says what is kept, for messages.
+    """
+    active = source.top_k if top_k is None else top_k
+    if not 1 <= active <= source.top_k:
+        raise MoesaicError(f"--top-k {active}: must be from 1 to {source.top_k}, the model's number of active experts")
+    least = min(len(ids) for ids in kept)
+    if least < active:
+        way_out = f"keep at least {active}, or lower it with --top-k {least}"
+        raise MoesaicError(f"{where}: keeps {least} experts, but each token uses {active}; {way_out}")
+    _check_groups(source, config, kept, active, where)
+    _check_own_groups(config, kept, active, where)
+    return active
+
+
+def _check_groups(
+    source: SourceModel, config: Mapping[str, Any], kept: Sequence[Sequence[int]], active: int, where: str
+) -> None:
+    """Group-limited selection: equally many experts in each group, and enough of them in the groups that are used."""
+    groups, family = source.num_groups, family_of(config)
+    if groups == 1:
+        return
+    size = source.num_experts // groups
+    for layer, ids in zip(source.layers, kept, strict=True):
+        counts = [sum(expert // size == group for expert in ids) for group in range(groups)]
+        if len(set(counts)) > 1:
             raise MoesaicError(
-                f"the selections are of models with different {key}: {ours} ({first.source.name}) and "
-                f"{theirs} ({second.source.name})"
+                f"{where}: layer {layer} keeps {counts} experts of its {groups} groups, but group-limited selection "
+                f"needs equally many in each; --keep must be a multiple of {groups}"
             )
+        # transformers' sigmoid routers rank a group by the sum of its two best experts.
+        if counts[0] < 2 and family is not None and family.scoring == "sigmoid":
+            raise MoesaicError(f"{where}: layer {layer} keeps {counts[0]} expert per group; at least 2 are needed")
+        used = int(config.get("topk_group") or groups)
+        if counts[0] * used < active:
+            raise MoesaicError(
+                f"{where}: layer {layer} keeps {counts[0]} experts per group and a token sees {used} groups, but it "
+                f"uses {active} experts; keep more, or lower it with --top-k {counts[0] * used}"
+            )
+
+
+def _check_own_groups(config: Mapping[str, Any], kept: Sequence[Sequence[int]], active: int, where: str) -> None:
+    """`one_per_group`: as many groups with a kept expert as there are active experts."""
+    for row, (layer_groups, ids) in enumerate(zip(own_groups(config, len(kept)) or [], kept, strict=False)):
+        left = len({layer_groups[expert] for expert in ids})
+        if left < active:
+            raise MoesaicError(
+                f"{where}: keeps experts of {left} groups in MoE layer {row}, but one_per_group needs {active}; "
+                f"keep more, or lower it with --top-k {left}"
+            )
+
+
+def own_groups(config: Mapping[str, Any], num_layers: int) -> list[list[int]] | None:
+    """The group of each expert per MoE layer where the routing rule is our `one_per_group`, else None."""
+    groups = config.get("expert_groups")
+    if config.get("routing_rule") != "one_per_group" or not groups:
+        return None
+    return groups if isinstance(groups[0], list) else [groups] * num_layers
+
+
+def cut_routing(record: Mapping[str, Any] | None, kept: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+    """The `routing` entry of moesaic.json for a model with the kept experts of each MoE layer."""
+    if record is None:
+        return None
+    bias = record["selection_bias"]
+    try:
+        rows = None if bias is None else [[row[expert] for expert in ids] for row, ids in zip(bias, kept, strict=True)]
+        return {"rule": cut_rule(record["rule"], kept), "selection_bias": rows}
+    except (ValueError, IndexError) as error:
+        raise MoesaicError(
+            "moesaic.json: its routing rule is not for this number of layers and experts; it is another checkpoint's"
+        ) from error
+
+
+def cut_rule(rule: Mapping[str, Any], kept: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """A `RuleConfig` as plain values for fewer experts: the kept experts' groups, pools no larger than what is left."""
+    cut = dict(rule)
+    if (groups := rule.get("expert_groups")) is not None:
+        rows = {tuple(groups[expert] for expert in ids) for ids in kept}
+        if len(rows) > 1:
+            raise MoesaicError(
+                "selection: the recorded rule one_per_group has one list of groups for all layers, but the kept "
+                "experts' groups differ from layer to layer; keep the same groups in each layer"
+            )
+        cut["expert_groups"] = list(rows.pop())
+    if (size := rule.get("pool_size")) is not None:
+        most = len(kept[0])
+        cut["pool_size"] = min(size, most) if isinstance(size, int) else [min(one, most) for one in size]
+    return cut

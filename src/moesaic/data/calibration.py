@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import xxhash
-
+from moesaic.common import seeds
 from moesaic.common.errors import MoesaicError
 from moesaic.data.files import find_files
+from moesaic.data.mmlu import category_of
 from moesaic.data.readers import read_records
 from moesaic.data.recipe import SourceRecipe
-from moesaic.evaluation.mmlu import category_of
 
 _FIELD = re.compile(r"\{(\w+)\}")
 
@@ -97,7 +96,7 @@ def in_split(number: int, *, share: float, seed: int) -> bool:
 
     The rest is for evaluation. Depends on the seed and the number alone.
     """
-    return xxhash.xxh3_64_intdigest(f"split/{seed}/{number}".encode()) < share * 2**64
+    return seeds.within(share, "split", seed, number)
 
 
 def _rows(calibration: Calibration, *, quiet: bool) -> Iterator[_Row]:
@@ -110,8 +109,7 @@ def _rows(calibration: Calibration, *, quiet: bool) -> Iterator[_Row]:
             continue
         text = render(record.fields, calibration.template, record.where)
         if text.strip():
-            place = xxhash.xxh3_64_intdigest(f"sample/{calibration.seed}/{number}".encode())
-            yield _Row(place, number, text)
+            yield _Row(seeds.order("sample", calibration.seed, number), number, text)
 
 
 def _records(path: str, *, quiet: bool) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Evaluate a subset of the experts of a loaded model in place: `restrict`.
+"""Let a loaded model use some of its experts only: `restrict`; and the training rules of routers that are cut.
 
 A restricted router is the model's own router code run on its kept rows, with the ids mapped back: exactly what the
 router of the extracted checkpoint computes, whatever its kind (softmax or sigmoid, groups, biases). Nothing is copied
@@ -7,18 +7,24 @@ for good, and weights that change in the meantime are seen.
 
 import copy
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from types import MethodType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moesaic.checkpoint.provenance import read_provenance
 from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import load_recipe
 from moesaic.modeling.modeling_moesaic import group_members
-from moesaic.selection.choose import check_counts
-from moesaic.selection.experts import MoEBlock, find_blocks
-from moesaic.selection.rules import INSTALLED, install_cut
-from moesaic.selection.selection import Selection
+from moesaic.routing.capture import MoEBlock, find_blocks
+from moesaic.routing.config import RuleConfig
+from moesaic.routing.subset import Selection, check_counts, cut_rule
+
+INSTALLED = "_moesaic_router"
+"""The attribute of a router on which `moesaic.routing.install` put a rule."""
 
 _ATTRIBUTE = "_moesaic_restriction"
 _UNRESTRICTED = "_moesaic_unrestricted"
@@ -140,3 +146,28 @@ def _cut_router(router: Any, kept_C: Tensor, top_k: int) -> Any:
         cut.members = group_members([group_of[expert] for expert in kept_C.tolist()])
         cut._members_on = {}
     return cut
+
+
+# --- training rules (a selection bias, one_per_group, pools) on models that are cut ----------------------------------
+
+
+def install_recorded(model: nn.Module, folder: Path) -> None:
+    """Install the rule of a checkpoint folder's moesaic.json, if there is one, on a model without weights."""
+    record = (read_provenance(folder) or {}).get("routing")
+    if record is not None:
+        from moesaic.routing.install import install
+
+        bias = record["selection_bias"]
+        tensor = None if bias is None else torch.tensor(bias, dtype=torch.float32)
+        install(model, load_recipe(RuleConfig, record["rule"]), selection_bias=tensor)
+
+
+def install_cut(router: Any, cut: nn.Module, kept: Sequence[int]) -> None:
+    """Put the rule of `router` on `cut`, a router with the rows of some of its experts."""
+    from moesaic.routing.install import install
+
+    state = router.__dict__[INSTALLED]
+    bias_LE = state.installation.selection_bias
+    bias_1C = None if bias_LE is None else bias_LE[state.layer : state.layer + 1, list(kept)]
+    rule = cut_rule(asdict(state.installation.config), [kept])
+    install(nn.ModuleList([cut]), load_recipe(RuleConfig, rule), selection_bias=bias_1C)

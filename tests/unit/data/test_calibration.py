@@ -5,7 +5,7 @@ import json
 import pytest
 
 from moesaic.common.errors import MoesaicError
-from moesaic.selection.calibration import Calibration, calibration_texts, categories, encode_texts, in_split, render
+from moesaic.data.calibration import Calibration, calibration_texts, categories, encode_texts, in_split, render
 
 
 @pytest.fixture

@@ -1,0 +1,355 @@
+"""The verb `eval`: benchmarks of a suite, and held-out text, on one checkpoint.
+
+First the jobs: the tasks whose data is there, with what identifies their numbers. Then they run, one after the other.
+"""
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moesaic.checkpoint.pio import check_file
+from moesaic.checkpoint.source import open_checkpoint
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import notice, warn
+from moesaic.common.verbs import verb
+from moesaic.evaluation import harness, perplexity
+from moesaic.evaluation.benchmarks import BENCHMARKS, PERPLEXITY
+from moesaic.evaluation.local import (
+    DataMissingError,
+    HeldOut,
+    Subset,
+    Subsets,
+    find_split,
+    load_subsets,
+    read_local,
+    refuse_too_many_shots,
+)
+from moesaic.evaluation.programs import check_isolation
+from moesaic.evaluation.recipe import TEXT_METRIC, EvalRecipe, Suite, SuiteTask, load_suite
+from moesaic.evaluation.results import (
+    FORMAT,
+    EvalResult,
+    average,
+    finite_only,
+    new_document,
+    read_results,
+    refuse_other_settings,
+    refuse_other_task,
+    write_results,
+)
+
+_WIDER = "a model that overflows needs --dtype bfloat16 or float32"
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A task whose data is there."""
+
+    task: SuiteTask
+    metric: str
+    """Key of the number that is the score."""
+    identity: dict[str, Any]
+    subset: Subset | None
+    missing_parts: tuple[str, ...] = ()
+    tasks: Mapping[str, Any] = field(default_factory=dict)
+    rows: dict[str, list[int]] | None = None
+    """Of the hub's data, the rows of each of lm-eval's tasks that are asked; None: all, or the first `limit`."""
+    documents: list[perplexity.Document] = field(default_factory=list)
+
+
+@verb(EvalRecipe, positional=("checkpoint",), out=True)
+def evaluate(
+    recipe: EvalRecipe,
+    out: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    quiet: bool = True,
+) -> EvalResult:
+    """Measure a checkpoint, dense or MoE, on benchmarks (through lm-eval) and on held-out text.
+
+    Results are written to `out` after every task; a second call goes on where the first one stopped, or begins anew
+    with `overwrite`.
+
+    Raises:
+        MoesaicError: unknown names, no data at all, a selection or a results file of another model, another setting
+            than the results file was made with, another share than the selection was made on, no way to write `out`.
+    """
+    harness.require_lm_eval()
+    if recipe.data_dir is not None and not Path(recipe.data_dir).is_dir():
+        raise MoesaicError(f"--data-dir {recipe.data_dir}: no such folder")
+    path = None if out is None else Path(out)
+    if path is not None:
+        check_file(path, replaces=FORMAT)
+    suite = recipe.suite if isinstance(recipe.suite, Suite) else load_suite(recipe.suite, shots=recipe.shots)
+    opened = open_checkpoint(recipe.checkpoint)
+    subsets = None if recipe.selection is None else load_subsets(Path(recipe.selection), opened)
+    jobs, missing = prepare(recipe, suite, subsets)
+    document = new_document(opened, recipe)
+    old = _old(path, document, jobs, overwrite=overwrite)
+    if dry_run:
+        return _result(path, suite, old or document, missing, [job.task.task for job in jobs], dry_run=True)
+    document = old or document
+    todo = [job for job in jobs if job.task.task not in document["tasks"]]
+    if len(todo) < len(jobs):
+        notice(f"{path}: {len(jobs) - len(todo)} tasks are there already", quiet=quiet)
+    _record(document, suite, missing)
+    if todo:
+        _run_all(todo, document, recipe, suite, path, missing, quiet)
+    elif path is not None:
+        write_results(path, document)
+    ran = [job.task.task for job in todo if job.task.task not in missing]
+    return _result(path, suite, document, missing, ran, dry_run=False)
+
+
+def _old(path: Path | None, new: Mapping[str, Any], jobs: list[Job], *, overwrite: bool) -> dict[str, Any] | None:
+    """The results file that is continued, if there is one that fits."""
+    if path is None or overwrite or not path.exists():
+        return None
+    old = read_results(path)
+    refuse_other_settings(path, old, new)
+    for job in jobs:
+        refuse_other_task(path, old, job.task.task, job.identity, job.metric)
+    return old
+
+
+def _result(
+    path: Path | None,
+    suite: Suite,
+    document: dict[str, Any],
+    missing: Mapping[str, str],
+    ran: list[str],
+    *,
+    dry_run: bool,
+) -> EvalResult:
+    return EvalResult(
+        out=path,
+        suite=suite.name,
+        document=document,
+        missing={name: reason for name, reason in missing.items() if name not in document["tasks"]},
+        ran=tuple(ran),
+        dry_run=dry_run,
+    )
+
+
+# --- jobs: what can be measured ---------------------------------------------------------------------------------------
+
+
+def prepare(recipe: EvalRecipe, suite: Suite, subsets: Subsets | None) -> tuple[list[Job], dict[str, str]]:
+    """The jobs whose data is there, and for the other tasks why not.
+
+    Raises:
+        MoesaicError: nothing can be measured; data that is damaged; another share than the selection was made on.
+    """
+    jobs, missing = [], {}
+    for task in suite.tasks:
+        try:
+            subset = None if subsets is None else subsets.find(task.task)
+            if task.task == PERPLEXITY:
+                jobs.append(_text_job(recipe, task, subset))
+            else:
+                jobs.append(_benchmark_job(recipe, suite, task, subset))
+        except DataMissingError as error:
+            missing[task.task] = str(error)
+    if not jobs:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(missing.items())[:3])
+        raise MoesaicError(f"--suite {suite.name}: no task can be measured ({reasons})")
+    return jobs, missing
+
+
+def _benchmark_job(recipe: EvalRecipe, suite: Suite, task: SuiteTask, subset: Subset | None) -> Job:
+    benchmark = BENCHMARKS[task.task]
+    if benchmark.runs_programs:
+        if not recipe.allow_code_execution:
+            raise DataMissingError("it runs programs that the model writes; --allow-code-execution allows that")
+        check_isolation()
+    refuse_too_many_shots(benchmark, task.shots)
+    local, file = None, None
+    folder = None if recipe.data_dir is None else Path(recipe.data_dir)
+    if folder is not None:
+        file = find_split(folder, benchmark.files or task.task, benchmark.split)
+    held_out = _held_out(recipe, suite, subset, file)
+    if folder is not None:
+        local = read_local(task.task, benchmark, folder, shots=task.shots, held_out=held_out)
+    elif subset is not None and subset.drawn() is not None:
+        raise DataMissingError("its selection was made on a share of local rows; --data-dir with these says which")
+    if file is not None and subset is not None and subset.drawn_from(file) is None:
+        _warn_of_seen(subset, file, f"rows of {task.task}")
+    tasks = harness.build(task.task, benchmark, shots=task.shots, seed=recipe.seed, local=local)
+    identity = _identity(task, subset, held_out) | {
+        "data": dict(local.hashes) if local else "hub",
+        "lm_eval_tasks": {name: str(one.VERSION) for name, one in tasks.items()},
+    }
+    return Job(
+        task=task,
+        metric=task.metric or benchmark.metric,
+        identity=identity,
+        subset=subset,
+        tasks=tasks,
+        missing_parts=local.missing_parts if local else (),
+        rows=None if local or held_out is None else harness.rows_left(tasks, held_out, recipe.limit),
+    )
+
+
+def _text_job(recipe: EvalRecipe, task: SuiteTask, subset: Subset | None) -> Job:
+    if recipe.data_dir is None:
+        raise DataMissingError("held-out text is local; give --data-dir")
+    files = perplexity.held_out_files(Path(recipe.data_dir))
+    documents = perplexity.read_documents(files, domain_field=recipe.domain_field, limit=recipe.limit)
+    if subset is not None:
+        for file in files:
+            _warn_of_seen(subset, file.path, "held-out texts")
+    identity = _identity(task, subset, None) | {
+        "data": perplexity.file_hashes(files),
+        "domain_field": recipe.domain_field,
+    }
+    return Job(task=task, metric=TEXT_METRIC, identity=identity, subset=subset, documents=documents)
+
+
+def _identity(task: SuiteTask, subset: Subset | None, held_out: HeldOut | None) -> dict[str, Any]:
+    return {
+        "shots": task.shots,
+        "selection": None if subset is None else subset.digest,
+        "left_out": None if held_out is None else vars(held_out),
+    }
+
+
+def _held_out(recipe: EvalRecipe, suite: Suite, subset: Subset | None, file: Path | None) -> HeldOut | None:
+    """The rows to leave out: those of the file that the selection was made on, or that one would be made on."""
+    drawn = None if subset is None else subset.drawn()
+    here = None if subset is None or file is None else subset.drawn_from(file)
+    if recipe.selection_share is not None:
+        if subset is not None and here is not None and here.share != recipe.selection_share:
+            raise MoesaicError(
+                f"--selection-share {recipe.selection_share:g}: {subset.file} was made on a share of {here.share:g} of "
+                f"{file}; leave the flag out"
+            )
+        return HeldOut(share=recipe.selection_share, seed=drawn.seed if drawn else 0)
+    if here is not None or suite.selection_share is None:
+        return here
+    return drawn or HeldOut(share=suite.selection_share, seed=0)
+
+
+def _warn_of_seen(subset: Subset, file: Path, what: str) -> None:
+    """Say where a selection was made on what is evaluated."""
+    if subset.made_on(file):
+        how = "without --split" if subset.drawn() is None else "where --split does not tell which rows are evaluated"
+        warn(f"{subset.file}: was made on {file} {how}, so {what} are among its own")
+
+
+# --- running them -----------------------------------------------------------------------------------------------------
+
+
+def _run_all(
+    jobs: list[Job],
+    document: dict[str, Any],
+    recipe: EvalRecipe,
+    suite: Suite,
+    path: Path | None,
+    missing: dict[str, str],
+    quiet: bool,
+) -> None:
+    """Load the model, run the jobs, write the results after each; adds to `missing` what the model is too short for."""
+    from moesaic.loading import load, load_tokenizer
+
+    tokenizer: Any = load_tokenizer(recipe.checkpoint)
+    model = load(recipe.checkpoint, device=recipe.device, dtype=recipe.dtype)
+    lm = harness.wrap(model, tokenizer, batch_size=recipe.batch_size)
+    for job in jobs:
+        started = time.monotonic()
+        try:
+            harness.refuse_short_reach(lm, job.tasks)
+        except DataMissingError as error:
+            missing[job.task.task] = str(error)
+            continue
+        with _restricted(model, job.subset):
+            measured = (_run_text if job.documents else _run_benchmark)(job, recipe, lm, quiet)
+        entry = finite_only(measured)
+        if entry != measured:
+            warn(f"{job.task.task}: some of its numbers are infinite or not numbers, and null in the results; {_WIDER}")
+        entry["seconds"] = round(time.monotonic() - started, 3)
+        document["tasks"][job.task.task] = entry
+        _record(document, suite, missing)
+        if path is not None:
+            write_results(path, document)
+        score = "no score" if entry["score"] is None else f"{entry['score']:.4f}"
+        notice(f"{job.task.task}: {entry['metric']} {score}, {entry['seconds']:.0f} s", quiet=quiet)
+    _record(document, suite, missing)
+    if path is not None:
+        write_results(path, document)
+
+
+def _restricted(model: Any, subset: Subset | None) -> contextlib.AbstractContextManager[Any]:
+    from moesaic.routing.restrict import restrict
+
+    return contextlib.nullcontext() if subset is None else restrict(model, subset.selection)
+
+
+def _run_benchmark(job: Job, recipe: EvalRecipe, lm: Any, quiet: bool) -> dict[str, Any]:
+    benchmark = BENCHMARKS[job.task.task]
+    measured = harness.run(lm, job.tasks, limit=recipe.limit, seed=recipe.seed, quiet=quiet, rows=job.rows)
+    whole = harness.pooled(list(measured.values()))
+    metric = job.metric
+    if metric not in whole.metrics:
+        raise MoesaicError(f"{job.task.task}: has no metric {metric!r}; it has {', '.join(sorted(whole.metrics))}")
+    score, error = whole.metrics[metric]
+    parts = {}
+    if len(measured) > 1:
+        names = {task: benchmark.parts[task] for task in measured}
+        parts = {names[task]: _numbers(one, metric) for task, one in measured.items()}
+    return _entry(job, title=benchmark.title, higher_is_better=True) | {
+        "samples": whole.samples,
+        "score": score,
+        "standard_error": error,
+        "chance": benchmark.chance,
+        "metrics": {
+            name: {"value": value, "standard_error": error} for name, (value, error) in sorted(whole.metrics.items())
+        },
+        "parts": parts,
+        "missing_parts": list(job.missing_parts),
+    }
+
+
+def _numbers(one: harness.Measured, metric: str) -> dict[str, Any]:
+    score, error = one.metrics[metric]
+    return {"score": score, "standard_error": error, "samples": one.samples}
+
+
+def _run_text(job: Job, recipe: EvalRecipe, lm: Any, quiet: bool) -> dict[str, Any]:
+    found = perplexity.measure(lm.model, lm.tokenizer, job.documents, batch_size=recipe.batch_size, quiet=quiet)
+    total = found["all"]
+    return _entry(job, title="bits per byte", higher_is_better=False) | {
+        "samples": total["documents"],
+        "score": total[job.metric],
+        "standard_error": total["bits_per_byte_error"],
+        "text": found,
+    }
+
+
+def _entry(job: Job, *, title: str, higher_is_better: bool) -> dict[str, Any]:
+    return {
+        "title": title,
+        "metric": job.metric,
+        "higher_is_better": higher_is_better,
+        "shots": job.task.shots,
+        "selection": None if job.subset is None else job.subset.record(),
+        "identity": job.identity,
+    }
+
+
+def _record(document: dict[str, Any], suite: Suite, missing: Mapping[str, str]) -> None:
+    """Put the suite, what is missing of it and its averages into the document."""
+    tasks = document["tasks"]
+    document["suites"][suite.name] = {
+        "about": suite.about,
+        "version": suite.version,
+        "tasks": [task.task for task in suite.tasks],
+    }
+    kept = {name: reason for name, reason in document["missing"].items() if name not in tasks}
+    document["missing"] = kept | {name: reason for name, reason in missing.items() if name not in tasks}
+    others = [one for one in document["averages"] if one["suite"] != suite.name]
+    own = [{"suite": suite.name} | average(rule, suite, tasks).to_json() for rule in suite.averages]
+    document["averages"] = others + own

@@ -1,0 +1,111 @@
+"""What `select`, `extract` and `merge-back` are told. Imports nothing heavy, so that the command line can."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from moesaic.common.errors import MoesaicError
+from moesaic.selection.scorers import METHODS
+
+if TYPE_CHECKING:
+    Method = str
+else:
+    Method = Literal[METHODS]  # the keys of SCORERS, which a type checker cannot read
+
+EasyEpVariant = Literal["original", "emo"]
+
+PARTS = ("router", "shared", "other")
+"""What can be put back besides the experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectRecipe:
+    """How to choose experts, and on what."""
+
+    checkpoint: str
+    """The model: folder or hub id org/name[@revision], with its tokenizer."""
+    keep: str | int
+    """Experts to keep in each layer: a number, or a share such as 25%."""
+    data: str | None = None
+    """Calibration text: .txt, .md, .jsonl or .parquet, a file or a folder of files."""
+    method: Method = "router"
+    """How experts are scored."""
+    easy_ep_variant: EasyEpVariant = "original"
+    """easy_ep: before the block's norm and routed output only, or EMO's way."""
+    layerwise: bool = False
+    """Score each layer with the layers before it already cut."""
+    examples: int | None = None
+    """Records to use, drawn by the seed; fewer are a part of more. Default: all."""
+    shots: int = 0
+    """Other records put before each example."""
+    template: str | None = None
+    """Text of a record, such as 'Q: {question}\\nA: {answer_text}'. Default: by its fields."""
+    split: float | None = None
+    """Use this share of the records only, such as 0.4; the rest is for evaluation."""
+    only: tuple[str, str] | None = None
+    """(field, value): use the records with this value only."""
+    domain: str | None = None
+    """Name of the data. Default: from the file's name."""
+    stats: tuple[str, ...] = ()
+    """Statistics to use, repeatable: added within a domain, mixed over domains."""
+    stats_out: str | None = None
+    """Write the statistics of this pass here."""
+    top_k: int | None = None
+    """Experts that each token of the subset uses. Default: as the model."""
+    max_tokens: int = 2048
+    """First tokens of each text that are used."""
+    batch_size: int = 8
+    """Texts at once; more is faster and needs more memory."""
+    seed: int = 0
+    """Seed of every random number."""
+
+    def __post_init__(self) -> None:
+        if self.data is None and not self.stats and self.method != "random":
+            raise MoesaicError(f"--method {self.method}: needs calibration text; give --data FILE, or --stats FILE")
+        if self.stats_out is not None and self.data is None:
+            raise MoesaicError(
+                f"--stats-out {self.stats_out}: there is no pass to write statistics of; give --data FILE"
+            )
+        if self.layerwise and (self.stats or self.stats_out is not None or self.data is None):
+            raise MoesaicError(
+                "--layerwise: scores belong to this choice of experts, so it takes --data and no --stats or --stats-out"
+            )
+        for flag, value in (("--max-tokens", self.max_tokens), ("--batch-size", self.batch_size)):
+            if value < 1:
+                raise MoesaicError(f"{flag} {value}: must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractRecipe:
+    """What to extract."""
+
+    checkpoint: str
+    """The full model: folder, or hub id org/name[@revision]."""
+    selection: Any
+    """What `moesaic select` wrote."""
+    top_k: int | None = None
+    """Experts that each token uses. Default: as the selection says, else as the model."""
+    allow_nonfinite: bool = False
+    """Accept NaN and infinity in the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeBackRecipe:
+    """What to put back."""
+
+    full: str
+    """The model that the subset was extracted from: folder or hub id."""
+    subset: str
+    """What `moesaic extract` wrote, trained or not."""
+    parts: tuple[str, ...] = ()
+    """Put back as well, with commas: router (rows of these experts), shared (shared experts), other (all the rest)."""
+    average: float | None = None
+    """Share of the subset in the mean with the full model. Default: replace."""
+    allow_nonfinite: bool = False
+    """Accept NaN and infinity in the weights."""
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            if part not in PARTS:
+                raise MoesaicError(f"--with {part}: not one of {', '.join(PARTS)}")
+        if self.average is not None and not 0.0 <= self.average <= 1.0:
+            raise MoesaicError(f"--average {self.average}: must be from 0 (full) to 1 (subset)")
