@@ -14,14 +14,10 @@ from cyclopts.exceptions import CycloptsError, UnknownOptionError, UnusedCliToke
 from moesaic import __version__
 from moesaic.cli import (
     compare,
-    evaluate,
     export,
-    extract,
     inspect,
-    merge_back,
     plan,
     report,
-    select,
     train,
     verify,
 )
@@ -55,10 +51,6 @@ for _name, _command in COMMANDS.items():
 for _module in (
     train,
     export,
-    select,
-    extract,
-    merge_back,
-    evaluate,
     compare,
     inspect,
     verify,

@@ -47,6 +47,8 @@ class Option:
     help: str | None = None
     several: bool = False
     """Whether one flag takes all words up to the next."""
+    hidden: bool = False
+    """Whether the key has no flag: it is set by Python, `--config` and `--set` only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +231,7 @@ def flags(command: Command, recipe: type) -> dict[str, tuple[Any, Parameter]]:
     }
     for one in init_fields(recipe):
         option = command.options.get(one.name, Option())
-        read = option.type or _readable(hints[one.name])
+        read = None if option.hidden else option.type or _readable(hints[one.name])
         if one.name not in command.arguments and read is not None:
             made[one.name] = (read, _described(option, docs[one.name], field_default(one)))
     made["set"] = (tuple[str, ...], Parameter(help=_SHARED["set"], metavar="KEY=VALUE"))
