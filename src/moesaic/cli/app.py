@@ -18,7 +18,6 @@ from moesaic.cli import (
     inspect,
     plan,
     report,
-    train,
     verify,
 )
 from moesaic.cli.listings import FAMILIES_HELP, families, recipes
@@ -44,12 +43,11 @@ for _name, _command in COMMANDS.items():
     app.command(
         f"moesaic.cli.verbs:{_name}",
         name=_name,
-        help=_command.about,
+        help=_command.help,
         usage=_command.usages(_name),
         help_epilogue=f"Examples:{_command.examples}",
     )
 for _module in (
-    train,
     export,
     compare,
     inspect,

@@ -21,12 +21,13 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import init_fields, load_recipe
 from moesaic.common.verbs import RUN_OPTIONS, field_default, field_docs, is_required
 from moesaic.common.workers import check_workers
+from moesaic.recipes import recipe_source
 
 CHECK_FAILED = 1
 _DEFAULT = re.compile(r"\s*\bDefault: (.*?)\.?$")
 _RUN_TYPES = {"overwrite": bool, "dry_run": bool, "workers": int | None, "quiet": bool, "json": bool}
 _SHARED = {
-    "config": "YAML file with keys of the same names (see `moesaic recipes list`); what else is given wins over it.",
+    "config": "YAML file, or a name from `moesaic recipes list`, with these keys; what else is given wins over it.",
     "set": "A key of the recipe, dots between names, and its value; repeatable.",
     "json": "Print one JSON document on stdout, errors included.",
     **RUN_OPTIONS,
@@ -56,7 +57,7 @@ class Command:
     """One verb of the command line."""
 
     about: str
-    """First line: what it does."""
+    """What it does in one sentence, then paragraphs."""
     usage: str
     """Arguments of a call without `--config`; several ways in several lines."""
     examples: str
@@ -72,7 +73,7 @@ class Command:
     """Beside json and quiet."""
     options: Mapping[str, Option] = field(default_factory=dict)
     further: Mapping[str, Any] = field(default_factory=dict)
-    """Flags that no recipe has, as annotated types: for `action`."""
+    """Flags that no recipe has, as annotated types: further arguments of the run, or for `action`."""
     missing: Mapping[str, str] = field(default_factory=dict)
     """Key, or `arguments` -> what to say where it is needed and not given (`{count}`: of the arguments)."""
     action: str = "moesaic.cli.build:call_and_print"
@@ -81,6 +82,11 @@ class Command:
     """What may do a call that needs no recipe (module:name): from words and flags to a status, or None."""
     result_when_quiet: bool = False
     """Whether the result is printed in spite of --quiet."""
+
+    @property
+    def help(self) -> str:
+        """`about`, a line for each paragraph."""
+        return "\n\n".join(" ".join(paragraph.split()) for paragraph in self.about.split("\n\n"))
 
     def usages(self, name: str) -> str:
         """The ways to call it, for the head of its help."""
@@ -99,7 +105,8 @@ class Call:
     run: Mapping[str, Any]
     """The run's own options, `quiet` among them."""
     further: Mapping[str, Any]
-    config: Path | None
+    config: str | None
+    """Name of the recipe file."""
     json: bool
 
     @property
@@ -114,7 +121,7 @@ def call_and_print(call: Call) -> int:
     run = getattr(function, "run", function)
     accepted = inspect.signature(run).parameters
     target = () if call.out is None else (call.out,)
-    options = {key: value for key, value in call.run.items() if key in accepted}
+    options = {key: value for key, value in {**call.run, **call.further}.items() if key in accepted}
     return show(call, run(call.recipe, *target, **options))
 
 
@@ -157,6 +164,7 @@ def _read(name: str, command: Command, recipe: type, words: list[str], given: di
     as_json = given.pop("json", False)
     run = {key: given.pop(key, None if key == "workers" else False) for key in (*command.run_options, "quiet")}
     given |= _placed(name, command, words, recipe, has_config=config is not None)
+    config = given.pop("config", config)
     for key, message in command.missing.items():
         if key not in ("arguments", *given) and (key == "out" or (config is None and not overrides)):
             raise MoesaicError(message)
@@ -166,7 +174,8 @@ def _read(name: str, command: Command, recipe: type, words: list[str], given: di
         if option.read is not None and key in given:
             given[key] = option.read(given[key])
     spellings = {one.name: _spelling(one.name, command) for one in init_fields(recipe)}
-    made = load_recipe(recipe, {} if config is None else config, overrides, flags=given, spellings=spellings)
+    source = {} if config is None else recipe_source(config)
+    made = load_recipe(recipe, source, overrides, flags=given, spellings=spellings, name=config)
     check_workers(run.get("workers"))
     return Call(command=command, recipe=made, out=out, run=run, further=further, config=config, json=as_json)
 
@@ -216,10 +225,12 @@ def _places(command: Command, recipe: type) -> list[inspect.Parameter]:
         described = Parameter(name=_spelling(key, command), help=said, show_default=default or False)
         if _is_list(recipe, key):  # the last one, else `words` would be given
             annotation = Annotated[str, described]
-            made.append(inspect.Parameter(key, inspect.Parameter.VAR_POSITIONAL, annotation=annotation))
+            made.append(inspect.Parameter(f"{key}_", inspect.Parameter.VAR_POSITIONAL, annotation=annotation))
             break
         annotation = Annotated[str | None, described]
-        made.append(inspect.Parameter(key, inspect.Parameter.POSITIONAL_ONLY, default=None, annotation=annotation))
+        made.append(
+            inspect.Parameter(f"{key}_", inspect.Parameter.POSITIONAL_ONLY, default=None, annotation=annotation)
+        )
     return made
 
 
@@ -227,7 +238,7 @@ def flags(command: Command, recipe: type) -> dict[str, tuple[Any, Parameter]]:
     """Key -> type and description of each flag, in the order of the help."""
     docs, hints = _SHARED | field_docs(recipe), typing.get_type_hints(recipe)
     made: dict[str, tuple[Any, Parameter]] = {
-        "config": (Path, Parameter(help=_SHARED["config"], metavar="RECIPE")),
+        "config": (str, Parameter(help=_SHARED["config"], metavar="RECIPE")),
     }
     for one in init_fields(recipe):
         option = command.options.get(one.name, Option())
@@ -270,7 +281,7 @@ def _readable(hint: Any) -> Any:
     """The type of a flag for a field's type; None where a command line cannot hold it: `--set` and the file can."""
     members = [one for one in typing.get_args(hint) if one is not types.NoneType]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return _readable(members[0]) if len(members) == 1 else str
+        return _readable(members[0]) if len(members) == 1 else str if str in members else None
     if typing.get_origin(hint) is Literal or hint in (str, int, float, bool):
         return hint
     if typing.get_origin(hint) is tuple and not any(is_dataclass(one) for one in members):

@@ -180,4 +180,33 @@ Suites: divmoe15, divmoe8, emo-mc9, emo-gen5, mmlu-categories, mmlu-pro, gsm8k, 
         },
         missing={"out": 'Command "eval" parameter --out requires an argument.'},
     ),
+    "train": Command(
+        about="""Train a dense or mixture-of-experts model: continued, from scratch, annealing or fine-tuning.
+
+        OUT ends as a plain checkpoint; OUT/metrics.jsonl has a line per step and per validation. SIGTERM saves the
+        run's state and leaves with status 143. Under torchrun all ranks get the same command.""",
+        usage="moesaic train RECIPE OUT [OPTIONS]",
+        examples="""
+  moesaic train recipe.yaml ./run --set optimizer.lr=1e-3 --set budget.steps=500
+  moesaic train recipe.yaml ./run --resume
+  torchrun --nproc-per-node 8 -m moesaic train recipe.yaml ./run --set parallel.fsdp=8""",
+        recipe="moesaic.training.recipe:TrainRecipe",
+        run="moesaic.training.run:train",
+        arguments=("config", "out"),
+        run_options=("overwrite", "dry_run"),
+        options={
+            "config": Option(
+                metavar="RECIPE", help="Training recipe: a YAML file, or a name from `moesaic recipes list`."
+            ),
+            "out": Option(help="Folder of the checkpoint, the metrics and the run state."),
+            "overwrite": Option(help="Remove the run or checkpoint in OUT first."),
+            "dry_run": Option(help="Check the recipe and say what the run would need, but train nothing."),
+        },
+        further={
+            "resume": Annotated[
+                bool, Parameter(help="Go on with the run in OUT; start fresh where there is nothing to resume.")
+            ],
+        },
+        action="moesaic.cli.actions:train",
+    ),
 }
