@@ -13,11 +13,11 @@ from statistics import fmean, median
 
 import pytest
 
-from moesaic.lab.experiments import EXPERIMENTS
-from moesaic.lab.plan import ENVIRONMENT, Plan, write_plan
-from moesaic.lab.report import find, write_html
-from moesaic.lab.scale import load_scale
-from moesaic.lab.step import cpu_seconds_file, run_step
+from moesaic_lab.experiments import EXPERIMENTS
+from moesaic_lab.plan import ENVIRONMENT, Plan, write_plan
+from moesaic_lab.report import find, write_html
+from moesaic_lab.scale import load_scale
+from moesaic_lab.step import cpu_seconds_file, run_step
 
 CI = Path(__file__).parents[1] / "unit" / "lab" / "ci.yaml"
 

@@ -3,7 +3,10 @@
 import os
 import signal
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any
 
 from cyclopts import App, Parameter
@@ -19,7 +22,6 @@ from moesaic.cli import (
     families,
     generate,
     inspect,
-    lab,
     merge_back,
     plan,
     recipes,
@@ -65,7 +67,22 @@ for _module in (
 ):
     app.command(_module.command, name=_module.NAME, usage=_module.USAGE, help_epilogue=_module.EXAMPLE)
 app.command(recipes.app)
-app.command(lab.app)
+
+
+def other_commands() -> Iterator[App]:
+    """Commands of other packages, from their entry points `moesaic.commands`.
+
+    A lab that is on the path without being installed (a checkout) is found too.
+    """
+    found = {entry.name: entry.value for entry in entry_points(group="moesaic.commands")}
+    if find_spec("moesaic_lab") is not None:
+        found.setdefault("lab", "moesaic_lab.cli:app")
+    for module, _, name in (place.partition(":") for place in found.values()):
+        yield getattr(import_module(module), name)
+
+
+for _command in other_commands():
+    app.command(_command)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -7,11 +7,11 @@ from typing import Literal
 import pytest
 
 from moesaic.expansion.measures import Interval
-from moesaic.lab.claims import CLAIMS, claims_table
-from moesaic.lab.claims.claim import Claim, combine, less, smallest, verdict, within
-from moesaic.lab.plan import Plan, Step
-from moesaic.lab.rows import all_rows
-from moesaic.lab.tables import show
+from moesaic_lab.claims import CLAIMS, claims_table
+from moesaic_lab.claims.claim import Claim, combine, less, smallest, verdict, within
+from moesaic_lab.plan import Plan, Step
+from moesaic_lab.rows import all_rows
+from moesaic_lab.tables import show
 
 
 def _claim(otherwise: Literal["opposite", "not seen"] = "opposite") -> Claim:

@@ -11,14 +11,14 @@ from moesaic.cli.app import run
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.common.yaml_text import dump_yaml, parse_yaml
-from moesaic.lab.experiments import EXPERIMENTS
-from moesaic.lab.plan import Plan, Step, read_plan, write_plan
-from moesaic.lab.report import find
-from moesaic.lab.run import run_experiment
-from moesaic.lab.scale import SCALES, EmoVariant, load_scale
-from moesaic.lab.writing import steps_of
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.schedule import learning_rate
+from moesaic_lab.experiments import EXPERIMENTS
+from moesaic_lab.plan import Plan, Step, read_plan, write_plan
+from moesaic_lab.report import find
+from moesaic_lab.run import run_experiment
+from moesaic_lab.scale import SCALES, EmoVariant, load_scale
+from moesaic_lab.writing import steps_of
 
 CI = Path(__file__).with_name("ci.yaml")
 RESULTS = Path(__file__).parents[3] / "docs" / "results"

@@ -2,7 +2,7 @@
 
 import re
 
-from moesaic.lab.plots import learning_curves, retention
+from moesaic_lab.plots import learning_curves, retention
 
 
 def _subset(model, share, losses, documents: int | None = 5, method="router"):

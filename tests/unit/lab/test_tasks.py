@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from moesaic.common.errors import MoesaicError
-from moesaic.lab.tasks.pools import violations
-from moesaic.lab.tasks.prepare import Prepare, texts_of
-from moesaic.lab.tasks.prepare import run as prepare
 from moesaic.routing.types import RoutingContext, RoutingDecision
+from moesaic_lab.tasks.pools import violations
+from moesaic_lab.tasks.prepare import Prepare, texts_of
+from moesaic_lab.tasks.prepare import run as prepare
 
 
 def _decision(ids_TK, allowed_TE):
