@@ -1,7 +1,7 @@
 """`moesaic lab`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -9,6 +9,8 @@ from moesaic.checkpoint.pio import check_file
 from moesaic.cli.options import DryRun, Json, Quiet
 from moesaic.cli.output import print_result
 from moesaic.common.errors import MoesaicError
+
+_SEEDS = 3
 
 app = App(
     name="lab",
@@ -30,8 +32,20 @@ def list_experiments(*, json: Json = False, quiet: Quiet = False) -> None:  # no
 
     width = max(map(len, EXPERIMENTS))
     lines = [f"{name:<{width}}  {one.question}" for name, one in EXPERIMENTS.items()]
-    scales = {name: load_scale(name).description for name in SCALES}
-    lines += ["", *(f"--scale {name}: {description}" for name, description in scales.items())]
+    scales: dict[str, Any] = {}
+    for name in SCALES:
+        scale = load_scale(name)
+        lines += ["", f"--scale {name}: {scale.description}", *([scale.undecided] if scale.undecided else [])]
+        sizes = {}
+        for experiment, one in EXPERIMENTS.items():
+            active, tokens = one.size(scale)
+            minutes = one.minutes(scale, None, _SEEDS)
+            sizes[experiment] = {"tokens_per_active_parameter": tokens / active, "minutes": minutes}
+            lines.append(
+                f"  {experiment:<{width}}  {tokens / active:5.1f} tokens per active parameter, about {minutes:,.0f} "
+                f"minutes of one core with {_SEEDS} seeds"
+            )
+        scales[name] = {"description": scale.description, "undecided": scale.undecided, "experiments": sizes}
     document = {"experiments": {name: one.question for name, one in EXPERIMENTS.items()}, "scales": scales}
     print_result(lines, document, as_json=json)
 
@@ -46,8 +60,8 @@ def run(
         Path | None,
         Parameter(help="Folder with DOMAIN.train.jsonl and DOMAIN.valid.jsonl [default: generated domains]."),
     ] = None,
-    scale: Annotated[str, Parameter(help="tiny, small, or a YAML file.")] = "tiny",
-    seeds: Annotated[int, Parameter(help="Repetitions of everything with other random numbers.")] = 3,
+    scale: Annotated[str, Parameter(help="tiny, small, papers, or a YAML file.")] = "tiny",
+    seeds: Annotated[int, Parameter(help="Repetitions of everything with other random numbers.")] = _SEEDS,
     jobs: Annotated[int, Parameter(help="Processes at once, one thread each.")] = 1,
     dry_run: DryRun = False,
     json: Json = False,

@@ -31,6 +31,8 @@ class Step:
     """Recipes that the commands read: path below the experiment's folder -> text."""
     runs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Training runs: folder -> the labels of its numbers (seed, model, ...)."""
+    tokens: int = 0
+    """That its training runs see."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,7 @@ def read_plan(out: Path) -> Plan:
             needs=tuple(step["needs"]),
             files=step["files"],
             runs=step["runs"],
+            tokens=step["tokens"],
         )
         for step in values.pop("steps")
     )

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from moesaic.checkpoint.pio import write_file
@@ -62,9 +62,16 @@ def _run_rows(folder: Path) -> Iterator[Row]:
 
 
 def curves(plan: Plan, out: Path) -> Iterator[tuple[Row, list[tuple[int, float]]]]:
-    """Labels and (tokens, training loss) of every run that has begun."""
+    """Labels of every run that has begun, and its held-out losses, mean over the domains, by tokens.
+
+    Tokens are those that the model has seen, in earlier runs too.
+    """
     for step in plan.steps:
         for folder, labels in step.runs.items():
             if (out / folder / METRICS_FILE).is_file():
-                lines = read_lines(out / folder / METRICS_FILE)
-                yield labels, [(line["tokens"], line["loss"]) for line in lines if line["kind"] == "step"]
+                measured = [line for line in read_lines(out / folder / METRICS_FILE) if line["kind"] == "validation"]
+                yield labels, [(labels["tokens_before"] + line["tokens"], _mean(line)) for line in measured]
+
+
+def _mean(line: Mapping[str, Any]) -> float:
+    return fmean(domain["loss"] for domain in line["validation"].values())

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Literal, get_args
@@ -13,14 +13,14 @@ from moesaic.common.yaml_text import parse_yaml
 from moesaic.selection.request import METHODS, Method
 from moesaic.upcycling.layer_ranges import parse_layers
 
-SCALES = ("tiny", "small")
+SCALES = ("tiny", "small", "papers")
 """Names of the scales that come with the package."""
 
 EmoVariant = Literal["fixed_pool", "no_shared_expert", "local_balancing", "annealing"]
 DivmoeMethod = Literal[
-    "scratch", "sparse", "btx", "virtual_group", "drop", "drop_fine", "drop_fine_paper_scale", "divmoe", "divmoe_topk",
-    "divmoe_as_published", "divmoe_random_router", "divmoe_paper_scale", "divmoe_m1", "divmoe_m4",
-    "divmoe_base_weights", "divmoe_random_weights",
+    "virtual_group", "divmoe", "sparse", "btx", "drop", "drop_fine", "drop_fine_paper_scale", "scratch", "divmoe_topk",
+    "divmoe_as_published", "btx_top1", "drop_paper_scale", "divmoe_m1", "divmoe_m4", "divmoe_random_router",
+    "divmoe_paper_scale", "divmoe_base_weights", "divmoe_random_weights",
 ]  # fmt: skip
 Treatment = Literal["gradient_norm", "uniform", "random", "exact"]
 _BYTES = 258
@@ -80,6 +80,13 @@ class ModelScale:
     layers: int
     heads: int
     sequence_length: int = 256
+    initializer_range: float = 0.02
+    """Standard deviation of the first weights; 0.02 is for wide models: with 64 wide, 0.1 learns twice as fast."""
+
+    def active_parameters(self, width: int) -> int:
+        """Parameters that a token uses (the tied embeddings once); its FFN or experts are `width` wide together."""
+        layer = 4 * self.hidden_size**2 + 3 * self.hidden_size * width
+        return self.vocabulary * self.hidden_size + self.layers * layer
 
     def __post_init__(self) -> None:
         _at_least(1, self, "hidden_size", "layers", "heads")
@@ -97,14 +104,27 @@ class TrainScale:
     tokens: int
     lr: float
     batch_tokens: int = 4096
-    micro_sequences: int = 8
+    micro_sequences: int | None = None
+    """Sequences at a time; None: all of a step, so that balancing sees the whole batch."""
     warmup_steps: int = 10
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "tokens", "batch_tokens", "micro_sequences")
+        _at_least(1, self, "tokens", "batch_tokens")
+        if self.micro_sequences is not None:
+            _at_least(1, self, "micro_sequences")
         _at_least(0, self, "warmup_steps")
         if self.lr <= 0:
             raise MoesaicError(f"lr must be greater than 0, got {self.lr}")
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps: the tokens, rounded up to whole steps."""
+        return -(-self.tokens // self.batch_tokens)
+
+    @property
+    def whole_tokens(self) -> int:
+        """Tokens of all steps."""
+        return self.steps * self.batch_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +154,11 @@ class EmoScale:
     """Further models."""
     anneal: TrainScale | None = None
     """Annealing of the standard model with document pools; needed by the variant `annealing`."""
+
+    @property
+    def width(self) -> int:
+        """Of a token's experts together."""
+        return self.expert_size * (self.top_k + 1)
 
     def __post_init__(self) -> None:
         _at_least(1, self, "top_k", "expert_size", "inspect_tokens")
@@ -252,7 +277,9 @@ class Scale:
     expand: ExpandScale
     divmoe: DivmoeScale
     life: LifeScale
-    description: str = field(default="")
+    description: str = ""
+    undecided: str = ""
+    """What it cannot decide, said first wherever it is used."""
 
 
 def load_scale(name: str | Path) -> Scale:

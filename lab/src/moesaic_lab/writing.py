@@ -9,6 +9,7 @@ from moesaic.common.recipe import dump_recipe, load_recipe, recipe_values
 from moesaic.common.yaml_text import dump_yaml
 from moesaic.training.recipe import TrainRecipe
 from moesaic_lab.plan import REPORT, Plan, Step
+from moesaic_lab.rows import ROWS
 from moesaic_lab.scale import DataScale, ModelScale, Scale, TrainScale
 from moesaic_lab.world import DOMAINS
 
@@ -91,7 +92,7 @@ def experiment_plan(
         seeds=seeds,
         scale={part: recipe_values(value) for part, value in {"data": scale.data, **parts}.items()},
         steps=tuple(steps),
-        notices=tuple(notices),
+        notices=(*((scale.undecided,) if scale.undecided else ()), *notices),
     )
 
 
@@ -121,6 +122,8 @@ class Run:
     seed: int
     labels: Mapping[str, Any]
     """What the results call it, beside the seed."""
+    tokens_before: int = 0
+    """That the model has seen in earlier runs, its specialists' included."""
     more: Mapping[str, Any]
     """Other keys of the recipe; `optimizer` is merged."""
 
@@ -135,14 +138,23 @@ class Run:
         return f"recipes/{self.name}.yaml"
 
     @property
+    def tokens(self) -> int:
+        """That it trains on, in whole steps."""
+        return self.train.whole_tokens
+
+    @property
     def command(self) -> tuple[str, ...]:
         """What runs it."""
         return ("train", self.file, self.folder, "--resume", "--quiet")
 
+    @property
+    def _micro_sequences(self) -> int:
+        return self.train.micro_sequences or self.train.batch_tokens // self.shape.sequence_length
+
     def recipe(self) -> str:
         """The recipe, resolved."""
         train, more = self.train, dict(self.more)
-        steps = steps_of(train)
+        steps = train.steps
         optimizer = {
             "lr": train.lr,
             "min_lr": train.lr / 10,
@@ -158,8 +170,9 @@ class Run:
                 "validation": [{"path": valid_file(domain), "domain": domain} for domain in self.measured],
             },
             "optimizer": optimizer,
-            "batch": {"tokens": train.batch_tokens, "micro_sequences": train.micro_sequences},
+            "batch": {"tokens": train.batch_tokens, "micro_sequences": self._micro_sequences},
             "budget": {"steps": steps},
+            "validation": {"every_steps": max(1, steps // CURVE_POINTS)},
             "checkpoint": {"every_steps": max(1, steps // 5), "keep": 1},
             "precision": "fp32",
             "seed": self.seed,
@@ -167,9 +180,8 @@ class Run:
         return dump_recipe(load_recipe(TrainRecipe, values | more, name=self.name))
 
 
-def steps_of(train: TrainScale) -> int:
-    """Optimizer steps of a run: its tokens, rounded up to whole steps."""
-    return -(-train.tokens // train.batch_tokens)
+CURVE_POINTS = 10
+"""Times that held-out losses are measured in a run, beside the first and the last step: the learning curves."""
 
 
 def train_step(*runs: Run, name: str | None = None, needs: Sequence[str] = (PREPARE,)) -> Step:
@@ -179,7 +191,26 @@ def train_step(*runs: Run, name: str | None = None, needs: Sequence[str] = (PREP
         commands=tuple(run.command for run in runs),
         needs=tuple(needs),
         files={run.file: run.recipe() for run in runs},
-        runs={run.folder: {"seed": run.seed, **run.labels} for run in runs},
+        runs={run.folder: {"seed": run.seed, **run.labels, "tokens_before": run.tokens_before} for run in runs},
+        tokens=sum(run.tokens for run in runs),
+    )
+
+
+def premise_step(run: Run, domains: Sequence[str], seed: int) -> Step:
+    """Measure what the claims' premises are about, on a trained model."""
+    name = f"premise-{seed}"
+    settings = {
+        "checkpoint": run.folder,
+        "rows": f"{ROWS}/{name}.jsonl",
+        "domains": list(domains),
+        "sequence_length": run.shape.sequence_length,
+        "seed": seed,
+    }
+    return Step(
+        name=name,
+        commands=(task_command("premise", name),),
+        needs=(run.name,),
+        files={task_file(name): dump_yaml(settings)},
     )
 
 
@@ -194,4 +225,5 @@ def dense_config(shape: ModelScale, intermediate_size: int) -> dict[str, Any]:
         "num_key_value_heads": shape.heads,
         "max_position_embeddings": shape.sequence_length,
         "tie_word_embeddings": True,
+        "initializer_range": shape.initializer_range,
     }

@@ -6,9 +6,51 @@ from typing import Literal
 
 from moesaic.expansion.measures import Interval, mean_interval
 from moesaic_lab.rows import Row
-from moesaic_lab.tables import seed_values
+from moesaic_lab.tables import seed_values, where
 
-Verdict = Literal["seen", "not seen", "opposite", "undecided", "not measured"]
+Verdict = Literal["seen", "not seen", "opposite", "undecided", "not testable here", "not measured"]
+Effect = Callable[[Sequence[Row]], Interval | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Premise:
+    """What must be so before a claim can be judged."""
+
+    name: str
+    figure: str
+    """What `effect` is, in words."""
+    effect: Effect
+    """A figure that is above 0 where the premise holds."""
+
+    def holds(self, rows: Sequence[Row]) -> bool:
+        """Whether its interval is above 0; with one seed, whether its value is."""
+        found = self.effect(rows)
+        return found is not None and (found.value if found.low is None else found.low) > 0
+
+
+def _above(limit: float, high: str, low: str) -> Effect:
+    parts = (high, low)
+
+    def effect(rows: Sequence[Row]) -> Interval | None:
+        return combine(lambda a, b: a - b - limit, *(where(rows, measure=part) for part in parts))
+
+    return effect
+
+
+_OVER_BIGRAM, _WORTH_OF_FFNS = 0.3, 2.5
+REGIME = (
+    Premise(
+        name="more than bigrams",
+        figure=f"loss of a bigram model with backoff minus the model's, less {_OVER_BIGRAM}",
+        effect=_above(_OVER_BIGRAM, "bigram_loss", "premise_loss"),
+    ),
+    Premise(
+        name="FFNs worth something",
+        figure=f"what the model loses without its FFNs, less {_WORTH_OF_FFNS}",
+        effect=_above(_WORTH_OF_FFNS, "without_ffns_loss", "premise_loss"),
+    ),
+)
+"""Premises of every claim: at a few tokens per parameter there is nothing in the FFNs to preserve or to specialise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,16 +62,20 @@ class Claim:
     """Section, table or figure."""
     figure: str
     """What `effect` is, in words."""
-    effect: Callable[[Sequence[Row]], Interval | None]
+    effect: Effect
     """A figure that is above 0 where the claim holds; None where the run did not measure it."""
+    premises: tuple[Premise, ...] = REGIME
     otherwise: Literal["opposite", "not seen"] = "opposite"
     """The verdict where the figure is below 0."""
 
 
-def verdict(claim: Claim, effect: Interval | None) -> Verdict:
-    """What the interval says about the claim."""
+def verdict(claim: Claim, rows: Sequence[Row]) -> Verdict:
+    """What the interval says about the claim, where its premises hold."""
+    effect = claim.effect(rows)
     if effect is None:
         return "not measured"
+    if not all(premise.holds(rows) for premise in claim.premises):
+        return "not testable here"
     if effect.low is None or not effect.excludes_zero:
         return "undecided"
     return "seen" if effect.low > 0 else claim.otherwise

@@ -1,9 +1,9 @@
 """Claims of EMO."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from moesaic.expansion.measures import Interval
-from moesaic_lab.claims.claim import Claim, combine, less, within
+from moesaic_lab.claims.claim import REGIME, Claim, Effect, Premise, combine, less, within
 from moesaic_lab.experiments.emo_tables import nearest_to_5, router_on_5
 from moesaic_lab.rows import Row
 from moesaic_lab.tables import label_values, where
@@ -13,11 +13,17 @@ _NEAR = 0.05
 _SAME = 0.02
 """The same for two ways of choosing."""
 
-_Effect = Callable[[Sequence[Row]], Interval | None]
-
 
 def _trained(rows: Sequence[Row], model: str) -> list[Row]:
     return where(rows, measure="loss", stage="trained", model=model)
+
+
+_BEATS_DENSE = Premise(
+    name="MoE beats dense",
+    figure="loss of the dense model of the active size minus that of the standard MoE",
+    effect=lambda rows: less(_trained(rows, "standard"), _trained(rows, "dense")),
+)
+_MOE = (*REGIME, _BEATS_DENSE)
 
 
 def _tuned(rows: Sequence[Row], model: str, share: float) -> list[Row]:
@@ -42,7 +48,7 @@ def _five(rows: Sequence[Row]) -> int:
     return nearest_to_5(label_values(rows, "documents"))
 
 
-def _smaller_drop(share: float, *, better: str = "emo", worse: str = "standard") -> _Effect:
+def _smaller_drop(share: float, *, better: str = "emo", worse: str = "standard") -> Effect:
     """How much less one model loses with a share of the experts than another."""
 
     def effect(rows: Sequence[Row]) -> Interval | None:
@@ -52,7 +58,7 @@ def _smaller_drop(share: float, *, better: str = "emo", worse: str = "standard")
     return effect
 
 
-def _small_drop(share: float, most: float) -> _Effect:
+def _small_drop(share: float, most: float) -> Effect:
     """A share of what the standard model loses, less what EMO loses."""
 
     def effect(rows: Sequence[Row]) -> Interval | None:
@@ -62,7 +68,7 @@ def _small_drop(share: float, most: float) -> _Effect:
     return effect
 
 
-def _smaller_drop_tuned(share: float) -> _Effect:
+def _smaller_drop_tuned(share: float) -> Effect:
     def effect(rows: Sequence[Row]) -> Interval | None:
         parts = (
             *(_tuned(rows, "standard", share), _tuned(rows, "standard", 1.0)),
@@ -73,7 +79,7 @@ def _smaller_drop_tuned(share: float) -> _Effect:
     return effect
 
 
-def _method_matters_less(share: float) -> _Effect:
+def _method_matters_less(share: float) -> Effect:
     def effect(rows: Sequence[Row]) -> Interval | None:
         number = _five(rows)
         parts = (
@@ -86,7 +92,7 @@ def _method_matters_less(share: float) -> _Effect:
     return effect
 
 
-def _few_documents(number: int) -> _Effect:
+def _few_documents(number: int) -> Effect:
     def effect(rows: Sequence[Row]) -> Interval | None:
         most = max(label_values(rows, "documents"), default=None)
         return within(_SAME, _chosen(rows, 0.25, "router", number), _chosen(rows, 0.25, "router", most))
@@ -136,6 +142,7 @@ CLAIMS = (
         figure=f"{_NEAR} minus EMO's excess over the standard MoE",
         effect=lambda rows: within(_NEAR, _trained(rows, "emo"), _trained(rows, "standard")),
         otherwise="not seen",
+        premises=_MOE,
     ),
     Claim(
         says="both are better than a dense model of the active size: standard",
@@ -154,12 +161,14 @@ CLAIMS = (
         place="section 5.2, figure 3",
         figure="rise of the standard MoE's loss minus EMO's rise, 25%",
         effect=_smaller_drop(0.25),
+        premises=_MOE,
     ),
     Claim(
         says="the same with 12.5%",
         place="section 5.2, figure 3",
         figure="rise of the standard MoE's loss minus EMO's rise, 12.5%",
         effect=_smaller_drop(0.125),
+        premises=_MOE,
     ),
     Claim(
         says="EMO's drop is a tenth of the standard MoE's at 25% (1 against 10 points)",
@@ -167,12 +176,14 @@ CLAIMS = (
         figure="a tenth of the standard MoE's rise minus EMO's rise",
         effect=_small_drop(0.25, 0.1),
         otherwise="not seen",
+        premises=_MOE,
     ),
     Claim(
         says="the same after fine-tuning",
         place="section 5.2, figure 3",
         figure="rise of the standard MoE's loss minus EMO's rise, 25%, both fine-tuned",
         effect=_smaller_drop_tuned(0.25),
+        premises=_MOE,
     ),
     Claim(
         says="25% of EMO matches or beats a standard MoE of that size from scratch",
@@ -180,24 +191,28 @@ CLAIMS = (
         figure=f"{_NEAR} minus the excess of 25% of EMO over the MoE from scratch",
         effect=lambda rows: within(_NEAR, _part(rows, "emo", 0.25), _trained(rows, "few_experts")),
         otherwise="not seen",
+        premises=_MOE,
     ),
     Claim(
         says="a part of the standard MoE falls below the dense model",
         place="section 5.2",
         figure="loss of 25% of the standard MoE minus that of dense",
         effect=lambda rows: less(_trained(rows, "dense"), _part(rows, "standard", 0.25)),
+        premises=_MOE,
     ),
     Claim(
         says="12.5% of EMO still beats the dense model",
         place="section 5.2",
         figure="loss of dense minus that of 12.5% of EMO",
         effect=lambda rows: less(_part(rows, "emo", 0.125), _trained(rows, "dense")),
+        premises=_MOE,
     ),
     Claim(
         says="the way of choosing experts matters less for EMO",
         place="section 5.2, figure 4",
         figure="difference of router and Easy-EP at 12.5%: standard minus EMO",
         effect=_method_matters_less(0.125),
+        premises=_MOE,
     ),
     Claim(
         says="Easy-EP is better than router for larger parts of a standard MoE",
@@ -207,12 +222,14 @@ CLAIMS = (
             _chosen(rows, 0.5, "easy_ep", _five(rows), "standard"),
             _chosen(rows, 0.5, "router", _five(rows), "standard"),
         ),
+        premises=_MOE,
     ),
     Claim(
         says="random experts are far worse",
         place="section 5.2, figure 4",
         figure="loss by random minus loss by router, 25% of EMO",
         effect=lambda rows: less(_part(rows, "emo", 0.25), _chosen(rows, 0.25, "random", None)),
+        premises=_MOE,
     ),
     Claim(
         says="five examples are enough to choose",
@@ -220,6 +237,7 @@ CLAIMS = (
         figure=f"{_SAME} minus what 5 documents lose against the most, 25% of EMO",
         effect=_few_documents(5),
         otherwise="not seen",
+        premises=_MOE,
     ),
     Claim(
         says="even one example is",
@@ -227,59 +245,69 @@ CLAIMS = (
         figure=f"{_SAME} minus what 1 document loses against the most, 25% of EMO",
         effect=_few_documents(1),
         otherwise="not seen",
+        premises=_MOE,
     ),
     Claim(
         says="domains use more different experts in EMO",
         place="section 5.3, figure 6",
         figure="cosine of domains in the last layer: standard minus EMO",
         effect=_similarity,
+        premises=_MOE,
     ),
     Claim(
         says="domains separate in later layers",
         place="section 5.3, figure 6",
         figure="cosine of domains in EMO: first layer minus last",
         effect=_clearer_later,
+        premises=_MOE,
     ),
     Claim(
         says="tokens cluster by topic in EMO, by form in a standard MoE",
         place="section 5.3, figure 5",
         figure="mutual information of clusters and domains: EMO minus standard",
         effect=_topics,
+        premises=_MOE,
     ),
     Claim(
         says="the tokens of a document are in one cluster in EMO, in many in a standard MoE",
         place="section 5.3, figure 5",
         figure="share of a document's tokens in its main cluster, above chance: EMO minus standard",
         effect=_concentration,
+        premises=_MOE,
     ),
     Claim(
         says="local balancing makes training unstable",
         place="appendix A.1, figure 7",
         figure="largest gradient norm over the median, after the first tenth of the steps: local minus global",
         effect=_spikes,
+        premises=_MOE,
     ),
     Claim(
         says="a pool of one size is worse at other sizes",
         place="appendix A.2, table 2",
         figure="loss of 12.5%: trained with pools of 25% minus with drawn sizes",
         effect=lambda rows: less(_part(rows, "emo", 0.125), _part(rows, "fixed_pool", 0.125)),
+        premises=_MOE,
     ),
     Claim(
         says="a shared expert helps",
         place="appendix A.3, table 2",
         figure="loss of the full model without minus with a shared expert",
         effect=lambda rows: less(_trained(rows, "emo"), _trained(rows, "no_shared_expert")),
+        premises=_MOE,
     ),
     Claim(
         says="annealing a standard MoE with pools makes it modular in part",
         place="appendix B.4, table 3",
         figure="rise of the standard MoE's loss minus that of the annealed one, 25%",
         effect=_smaller_drop(0.25, better="annealing"),
+        premises=_MOE,
     ),
     Claim(
         says="pools from the start are better than annealing",
         place="appendix B.4, table 3",
         figure="rise of the annealed model's loss minus EMO's, 25%",
         effect=_smaller_drop(0.25, worse="annealing"),
+        premises=_MOE,
     ),
 )

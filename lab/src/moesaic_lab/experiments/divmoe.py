@@ -3,7 +3,8 @@
 All models of the joint stage have the same active size, tokens, optimizer and steps, and all MoEs the same total size.
 What does not come from the specialists starts from the base trained on as many more tokens as all of them together.
 Coarse methods therefore use one whole FFN of N, with a softmax over all experts (over one it would be 1 and the router
-would learn nothing); fine ones use M shards of N*M, with a softmax over the selected.
+would learn nothing); fine ones use M shards of N*M, with a softmax over the selected. Only `btx` is larger: it is the
+published one, two whole FFNs a token, and `btx_top1` the one of the same active size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from moesaic_lab.writing import (
     dense_config,
     domains_of,
     experiment_plan,
-    steps_of,
+    premise_step,
     task_command,
     task_file,
     train_step,
@@ -40,13 +41,15 @@ _SINGLE_SOURCE: Mapping[DivmoeMethod, tuple[str, ...]] = {
     "sparse": ("--method", "sparse", *_COARSE),
     "virtual_group": ("--method", "virtual_group", *_FINE),
     "drop": ("--method", "drop", *_COARSE),
+    "drop_paper_scale": ("--method", "drop", *_COARSE, "--scale", "paper"),
     "drop_fine": ("--method", "drop", *_FINE),
     "drop_fine_paper_scale": ("--method", "drop", *_FINE, "--scale", "paper"),
 }
 """From the base alone; the number of experts is given."""
 
 _FROM_SPECIALISTS: Mapping[DivmoeMethod, tuple[str, ...]] = {
-    "btx": ("--method", "btx", *_COARSE),
+    "btx": ("--method", "btx", "--top-k", "2"),
+    "btx_top1": ("--method", "btx", *_COARSE),
     "divmoe": ("--method", "divmoe", *_FINE),
     "divmoe_topk": ("--method", "divmoe", *_FINE, "--routing", "topk"),
     "divmoe_as_published": ("--method", "divmoe", *_FINE, "--router-init", "random", "--scale", "paper"),
@@ -78,6 +81,14 @@ def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
     )
 
 
+def size(scale: Scale) -> tuple[int, int]:
+    """Active parameters of a model, and the tokens that it sees with four domains."""
+    divmoe = scale.divmoe
+    return divmoe.model.active_parameters(divmoe.intermediate_size), tokens_before_joint(
+        divmoe, 4
+    ) + divmoe.train.whole_tokens
+
+
 def fits(method: DivmoeMethod, domains: int) -> bool:
     """Whether there are enough domains for a method, and a Latin square of them where it is to have one."""
     options = _FROM_SPECIALISTS.get(method, ())
@@ -97,6 +108,7 @@ def _notices(left_out: Sequence[DivmoeMethod], domains: int) -> tuple[str, ...]:
 def _steps_of_seed(divmoe: DivmoeScale, domains: Sequence[str], seed: int, *, with_tasks: bool) -> Iterator[Step]:
     base, specialists = dense_stages(divmoe, domains, seed)
     yield train_step(base)
+    yield premise_step(base, domains, seed)
     yield train_step(*specialists.values(), name=f"specialists-{seed}", needs=(base.name,))
     longer = _longer_base(divmoe, base, domains, seed)
     yield train_step(longer, needs=(base.name,))
@@ -121,7 +133,7 @@ def dense_stages(divmoe: DivmoeScale, domains: Sequence[str], seed: int) -> tupl
     specialists = {}
     for domain in domains:
         name, stage = f"specialist-{domain}-{seed}", seed + _SPECIALIST * STAGE_SEED
-        run = _run(divmoe, name, base.folder, divmoe.specialist, [domain], domains, stage)
+        run = _run(divmoe, name, base.folder, divmoe.specialist, [domain], domains, stage, tokens_before=base.tokens)
         specialists[domain] = replace(run, labels={"model": f"specialist {domain}", "stage": "dense", "seed": seed})
     return base, specialists
 
@@ -129,8 +141,9 @@ def dense_stages(divmoe: DivmoeScale, domains: Sequence[str], seed: int) -> tupl
 def _longer_base(divmoe: DivmoeScale, base: Run, domains: Sequence[str], seed: int) -> Run:
     """The base on as many more tokens as the specialists have together."""
     stage = divmoe.specialist
-    train = replace(stage, tokens=len(domains) * steps_of(stage) * stage.batch_tokens)
-    run = _run(divmoe, f"longer-{seed}", base.folder, train, domains, domains, seed + _LONGER * STAGE_SEED)
+    train = replace(stage, tokens=len(domains) * stage.whole_tokens)
+    stage_seed = seed + _LONGER * STAGE_SEED
+    run = _run(divmoe, f"longer-{seed}", base.folder, train, domains, domains, stage_seed, tokens_before=base.tokens)
     return replace(run, labels={"model": "base, trained longer", "stage": "dense", "seed": seed})
 
 
@@ -142,6 +155,7 @@ def _run(
     sources: Sequence[str],
     measured: Sequence[str],
     seed: int,
+    tokens_before: int = 0,
 ) -> Run:
     return Run(
         name=name,
@@ -152,14 +166,21 @@ def _run(
         measured=measured,
         seed=seed,
         labels={},
+        tokens_before=tokens_before,
         more={},
     )
 
 
 def _second_stage(divmoe: DivmoeScale, method: str, model: str, domains: Sequence[str], seed: int) -> Run:
-    run = _run(divmoe, f"{method}-{seed}", model, divmoe.train, domains, domains, seed + STAGE_SEED)
+    before = tokens_before_joint(divmoe, len(domains))
+    run = _run(divmoe, f"{method}-{seed}", model, divmoe.train, domains, domains, seed + STAGE_SEED, before)
     losses = {} if method == "dense" else _BALANCE
     return replace(run, labels={"model": method, "stage": "joint", "seed": seed}, more={"losses": losses})
+
+
+def tokens_before_joint(divmoe: DivmoeScale, domains: int) -> int:
+    """Of the base and all specialists, or of the base trained longer."""
+    return divmoe.base.whole_tokens + domains * divmoe.specialist.whole_tokens
 
 
 _SPECIALIST, _LONGER = 11, 12

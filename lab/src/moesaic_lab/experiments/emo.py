@@ -16,6 +16,7 @@ from moesaic_lab.writing import (
     Run,
     dense_config,
     experiment_plan,
+    premise_step,
     task_command,
     task_file,
     train_file,
@@ -28,6 +29,8 @@ NAME = "emo"
 _MATCHED_SHARE = 0.25
 """Of the experts, in the small standard model from scratch (figure 1 of the paper)."""
 _POOL_STEPS = 3
+_LOCAL_SEQUENCES = 4
+"""Of a micro-batch with local balancing (appendix A.1: "only a few documents")."""
 
 
 def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
@@ -43,10 +46,16 @@ def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
     )
 
 
+def size(scale: Scale) -> tuple[int, int]:
+    """Active parameters of a model, and the tokens that it sees."""
+    return scale.emo.model.active_parameters(scale.emo.width), scale.emo.train.whole_tokens
+
+
 def _steps_of_seed(emo: EmoScale, domains: Sequence[str], seed: int) -> Iterator[Step]:
     models = {name: _model(emo, name, domains, seed) for name in ("standard", "emo", "few_experts", "dense")}
     for run in models.values():
         yield train_step(run)
+    yield premise_step(models["dense"], domains, seed)
     pools = {"run": models["emo"].folder, "steps": _POOL_STEPS, "labels": {"model": "emo"}}
     yield _task("pools", f"pools-{seed}", pools | {"seed": seed}, needs=models["emo"].name)
     for name in ("standard", "emo"):
@@ -113,8 +122,7 @@ def _few_experts(emo: EmoScale) -> _Variant:
 
 
 def _dense(emo: EmoScale) -> _Variant:
-    width = emo.expert_size * (emo.top_k + 1)
-    return {"family": "llama", "config": dense_config(emo.model, width)}, None, {}
+    return {"family": "llama", "config": dense_config(emo.model, emo.width)}, None, {}
 
 
 def _fixed_pool(emo: EmoScale) -> _Variant:
@@ -126,9 +134,9 @@ def _no_shared_expert(emo: EmoScale) -> _Variant:
 
 
 def _local_balancing(emo: EmoScale) -> _Variant:
-    """Balanced within each sequence, where the others balance a micro-batch."""
+    """Balanced within micro-batches of a few sequences, where the others balance the whole batch."""
     losses = {**_LOSSES, "balance": {"coefficient": 0.1, "scope": "local"}}
-    batch = {"tokens": emo.train.batch_tokens, "micro_sequences": 1}
+    batch = {"tokens": emo.train.batch_tokens, "micro_sequences": _LOCAL_SEQUENCES}
     return _moe(emo), None, {"losses": losses, "routing": _pools(emo), "batch": batch}
 
 

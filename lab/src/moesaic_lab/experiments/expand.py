@@ -14,7 +14,7 @@ from typing import Any
 from moesaic_lab.experiments.expand_tables import tables
 from moesaic_lab.plan import Plan, Step
 from moesaic_lab.scale import ExpandScale, Scale, TrainScale, Treatment
-from moesaic_lab.writing import STAGE_SEED, Run, dense_config, experiment_plan, steps_of, train_file, train_step
+from moesaic_lab.writing import STAGE_SEED, Run, dense_config, experiment_plan, premise_step, train_file, train_step
 
 __all__ = ["NAME", "plan", "tables"]
 
@@ -23,6 +23,8 @@ _GROWTH = 2
 _RATIO_SHARE = 0.5
 """tau/T of the comparison over activation ratios."""
 _UTILITY_SEQUENCES = 8
+_LOSSES = {"bias_balancing": 0.001}
+"""Loss-free balancing, which the paper credits with driving copies apart, at the rate of arXiv 2408.15664."""
 
 
 def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
@@ -39,13 +41,19 @@ def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
     )
 
 
+def size(scale: Scale) -> tuple[int, int]:
+    """Active parameters of a model, and the tokens that it sees."""
+    expand = scale.expand
+    return expand.model.active_parameters(expand.expert_size * expand.top_k), expand.train.whole_tokens
+
+
 def _warmup(train: TrainScale) -> int:
-    return min(train.warmup_steps, steps_of(train) - 1)
+    return min(train.warmup_steps, train.steps - 1)
 
 
 def _after_warmup(share: float, train: TrainScale) -> float:
     """The share, or the smallest one in whole percents that holds the warmup."""
-    total, warmup = steps_of(train), _warmup(train)
+    total, warmup = train.steps, _warmup(train)
     return share if round(share * total) >= warmup else math.ceil(100 * warmup / total) / 100
 
 
@@ -56,7 +64,7 @@ def _notices(scale: ExpandScale) -> tuple[str, ...]:
     if not early:
         return ()
     return (
-        f"shares: {', '.join(f'{share:g}' for share in early)} of {steps_of(train)} steps would end within the warmup "
+        f"shares: {', '.join(f'{share:g}' for share in early)} of {train.steps} steps would end within the warmup "
         f"of {_warmup(train)}: the expansion comes at its end, {moved[early[0]]:g}; fewer warmup_steps allow it",
     )
 
@@ -66,7 +74,7 @@ class _Seed:
 
     def __init__(self, scale: ExpandScale, domains: Sequence[str], seed: int) -> None:
         self.scale, self.domains, self.seed = scale, domains, seed
-        self.total, self.warmup = steps_of(scale.train), _warmup(scale.train)
+        self.total, self.warmup = scale.train.steps, _warmup(scale.train)
         self.shares = tuple(dict.fromkeys(_after_warmup(share, scale.train) for share in scale.shares))
         self.ratio_share = _after_warmup(_RATIO_SHARE, scale.train)
 
@@ -76,6 +84,7 @@ class _Seed:
         sizes = sorted({size for e in (scale.experts, *scale.other_experts) for size in (e, _GROWTH * e)})
         for size in sizes:
             yield train_step(self._fixed(size))
+        yield premise_step(self._fixed(scale.experts), self.domains, self.seed)
         for share in self.shares:
             before = self._before(scale.experts, share)
             yield train_step(before)
@@ -141,7 +150,7 @@ class _Seed:
             seed=self.seed,
             labels=labels,
             more={
-                "losses": {"balance": {"coefficient": 0.01, "scope": "global"}},
+                "losses": _LOSSES,
                 "optimizer": {"schedule": "linear", **optimizer},
             },
         )
@@ -167,7 +176,8 @@ class _Seed:
         optimizer = {"lr": self._rate(steps), "min_lr": 0.0, "warmup_steps": 0}
         sizes = {"from": experts, "experts": _GROWTH * experts, "top_k": self.scale.top_k}
         run = self._run(name, model, self.total - steps, optimizer, {**labels, **sizes, "share": share})
-        return replace(run, seed=self.seed + STAGE_SEED, labels={**run.labels, "seed": self.seed})
+        labels = {**run.labels, "seed": self.seed}
+        return replace(run, seed=self.seed + STAGE_SEED, labels=labels, tokens_before=self._train(steps).tokens)
 
     def _grown(self, before: Run, experts: int, share: float, treatments: Sequence[Treatment]) -> Step:
         """Grow one model in every way and train each on."""

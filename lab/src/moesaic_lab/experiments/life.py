@@ -11,7 +11,8 @@ from typing import Any
 
 from moesaic.common.errors import MoesaicError
 from moesaic.common.yaml_text import dump_yaml
-from moesaic_lab.experiments.divmoe import dense_stages, fits, upcycle_command
+from moesaic_lab.experiments.divmoe import dense_stages, fits, tokens_before_joint, upcycle_command
+from moesaic_lab.experiments.divmoe import size as divmoe_size
 from moesaic_lab.experiments.life_tables import tables
 from moesaic_lab.plan import Plan, Step
 from moesaic_lab.rows import ROWS
@@ -21,7 +22,7 @@ from moesaic_lab.writing import (
     Run,
     domains_of,
     experiment_plan,
-    steps_of,
+    premise_step,
     task_command,
     task_file,
     train_file,
@@ -58,6 +59,12 @@ def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
     )
 
 
+def size(scale: Scale) -> tuple[int, int]:
+    """Active parameters of a model, and the tokens that it sees with four domains."""
+    active, tokens = divmoe_size(scale)
+    return active, tokens + scale.life.anneal.whole_tokens + scale.life.grown.whole_tokens
+
+
 class _Life:
     """The steps of one seed."""
 
@@ -65,14 +72,17 @@ class _Life:
         self.divmoe, self.life, self.domains, self.seed = divmoe, life, domains, seed
         self.target = domains[0]
         self.experts = len(domains) * _EXPERTS_PER_DOMAIN
+        self.before = tokens_before_joint(divmoe, len(domains))
 
     def steps(self) -> Iterator[Step]:
         """The whole way, the short way, and what all of it is worth."""
         base, specialists = dense_stages(self.divmoe, self.domains, self.seed)
         yield train_step(base)
+        yield premise_step(base, self.domains, self.seed)
         yield train_step(*specialists.values(), name=f"specialists-{self.seed}", needs=(base.name,))
         joint, modular, upcycle = self._middle(base, specialists)
-        settled = self._run("settled", modular.folder, self._one_step(), 2, optimizer=_TO_ZERO)
+        seen = modular.tokens_before + modular.tokens
+        settled = self._run("settled", modular.folder, self._one_step(), 2, optimizer=_TO_ZERO, tokens_before=seen)
         step = train_step(joint, modular, settled, name=f"modular-{self.seed}", needs=(f"specialists-{self.seed}",))
         yield replace(step, commands=(upcycle, *step.commands))
         for routing in ("exact", "plain"):
@@ -111,15 +121,17 @@ class _Life:
             measured=self.domains,
             seed=self.seed + stage * STAGE_SEED,
             labels={"model": name, "seed": self.seed},
+            tokens_before=more.pop("tokens_before", 0),
             more=more,
         )
 
     def _middle(self, base: Run, specialists: Mapping[str, Run]) -> tuple[Run, Run, tuple[str, ...]]:
         upcycled = self._folder("upcycled", "joint")
         upcycle = upcycle_command(_METHOD, base, specialists, upcycled, self.seed)
-        joint = self._run("joint", upcycled, self.divmoe.train, 1, losses=_LOSSES)
+        joint = self._run("joint", upcycled, self.divmoe.train, 1, losses=_LOSSES, tokens_before=self.before)
         pools = {"rule": "document_pool", "pool_size": [_TOP_K, self.experts], "pool_draw": "document_and_layer"}
-        annealed = {"losses": _LOSSES, "routing": pools, "optimizer": _TO_ZERO}
+        seen = joint.tokens_before + joint.tokens
+        annealed = {"losses": _LOSSES, "routing": pools, "optimizer": _TO_ZERO, "tokens_before": seen}
         return joint, self._run("modular", joint.folder, self.life.anneal, 2, **annealed), upcycle
 
     def _one_step(self) -> TrainScale:
@@ -133,7 +145,8 @@ class _Life:
             *("expand", settled.folder, out, "--experts", str(2 * self.experts), "--utility", "uniform", *option),
             *("--seed", str(self.seed), "--overwrite", "--quiet"),
         )
-        run = self._run(f"grown_{routing}", out, self.life.grown, 3, losses=_LOSSES, optimizer=_TO_ZERO)
+        more = {"losses": _LOSSES, "optimizer": _TO_ZERO, "tokens_before": settled.tokens_before + settled.tokens}
+        run = self._run(f"grown_{routing}", out, self.life.grown, 3, **more)
         step = train_step(run, needs=(needs,))
         return replace(step, commands=(command, *step.commands))
 
@@ -163,8 +176,9 @@ class _Life:
         divmoe, life = self.divmoe, self.life
         batch = divmoe.train.batch_tokens
         stages = [divmoe.specialist] * len(self.domains) + [divmoe.train, life.anneal, life.grown]
-        tokens = sum(steps_of(stage) * stage.batch_tokens for stage in stages)
-        dense = self._run("short", base.folder, replace(divmoe.train, tokens=-(-tokens // batch) * batch), 1)
+        tokens = sum(stage.whole_tokens for stage in stages)
+        train = replace(divmoe.train, tokens=-(-tokens // batch) * batch)
+        dense = self._run("short", base.folder, train, 1, tokens_before=base.tokens)
         tuned = self._run("short_tuned", dense.folder, life.tune, 4, sources=[self.target], optimizer=_TO_ZERO)
         return train_step(dense, tuned, needs=(base.name,))
 

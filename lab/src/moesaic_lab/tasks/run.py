@@ -6,7 +6,7 @@ from typing import Any
 
 from moesaic.common.recipe import load_recipe
 from moesaic_lab.rows import write_rows
-from moesaic_lab.tasks import accuracy, inspected, measure, pools, prepare, subsets
+from moesaic_lab.tasks import accuracy, inspected, measure, pools, premise, prepare, subsets
 
 _TASKS: Mapping[str, tuple[type, Callable[[Any], Any]]] = {
     "prepare": (prepare.Prepare, prepare.run),
@@ -15,6 +15,7 @@ _TASKS: Mapping[str, tuple[type, Callable[[Any], Any]]] = {
     "inspected": (inspected.Inspected, inspected.run),
     "measure": (measure.Measure, measure.run),
     "pools": (pools.Pools, pools.run),
+    "premise": (premise.Premise, premise.run),
 }
 """Name -> settings, and what to do with them: rows come back, or None."""
 
