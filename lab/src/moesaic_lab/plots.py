@@ -20,6 +20,8 @@ _COLOURS = (
 _ROW = 22
 _STRIP = 260
 """Width of the part of the claims' picture that has the intervals."""
+_SKIP = 0.05
+"""Share of a learning curve that may leave the picture at the top: what a reader wants to see is its end."""
 _NOT_IN_NAMES = {"seed", "stage", "tokens_before", "share"}
 
 Point = tuple[float, float]
@@ -53,7 +55,7 @@ def learning_curves(runs: Sequence[tuple[Row, Sequence[Point]]]) -> Mapping[str,
     pictures = {}
     for panel in panels or [""]:
         lines = _lines_of([(labels, points) for labels, points in shown if _panel(labels) in ("", panel)])
-        if picture := _plot(lines, label=f"held-out loss {panel}".strip(), last="{:,.0f} tokens"):
+        if picture := _plot(lines, label=f"held-out loss {panel}".strip(), last="{:,.0f} tokens", skip=_SKIP):
             pictures[panel] = picture
     return pictures
 
@@ -96,15 +98,16 @@ def retention(rows: Sequence[Row]) -> str:
     return _plot(lines, label="held-out loss by share of experts kept", last="{:.0%} of the experts")
 
 
-def _plot(lines: Sequence[Line], *, label: str, last: str) -> str:
-    """An SVG: x from the first to the last, which `last` says, y from the lowest to the highest; empty without lines.
+def _plot(lines: Sequence[Line], *, label: str, last: str, skip: float = 0.0) -> str:
+    """An SVG; empty without lines.
 
-    The lower end is what a reader wants to see, so y is cut at the loss that lines have after a twentieth of their way.
+    x goes from the first to the last, which `last` says, y from the lowest to the highest that a line has after the
+    share `skip` of the way.
     """
     if not lines:
         return ""
     first, most = (end(x for line in lines for x, _ in line.points) for end in (min, max))
-    early = first + (most - first) / 20
+    early = first + (most - first) * skip
     values = [y for line in lines for x, y in line.points if x >= early]
     low, high = min(values), max(values)
 
