@@ -13,7 +13,7 @@ from moesaic.checkpoint.provenance import write_provenance
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.data.dataset import PackedDataset
-from moesaic.data.prepare import prepare
+from moesaic.data.tokenise import prepare
 from moesaic.expansion.utility import FORMAT, measure
 from moesaic.training import utilities as growth_utility
 from moesaic.training.recipe import TrainRecipe

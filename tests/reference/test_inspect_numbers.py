@@ -14,7 +14,7 @@ from moesaic.analysis.capture import Capture, create_tokens
 from moesaic.analysis.describe import Source, characteristic, co_experts, describe_experts
 from moesaic.analysis.documents import Vocabulary, frequent_tokens
 from moesaic.analysis.measure import derive, first_token_cosine, measure
-from moesaic.selection.measure import Scoring
+from moesaic.routing.capture import Scoring
 from tests.tiny_texts import made_up_sample
 
 LAYERS, EXPERTS, ACTIVE = 2, 6, 2

@@ -11,7 +11,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.layer_ranges import parse_layers
 from moesaic.common.recipe import load_recipe
 from moesaic.common.yaml_text import parse_yaml
-from moesaic.selection.request import METHODS, Method
+from moesaic.selection.recipe import METHODS, Method
 
 SCALES = ("tiny", "small", "papers")
 """Names of the scales that come with the package."""

@@ -34,8 +34,7 @@ from moesaic.checkpoint.output import require_disk
 from moesaic.checkpoint.pio import allocate, explained, read_into, write_all
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
-from moesaic.selection.experts import find_blocks
-from moesaic.selection.measure import Scoring
+from moesaic.routing.capture import Scoring, find_blocks
 
 BLOCK_TOKENS = 4096
 

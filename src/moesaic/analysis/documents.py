@@ -18,9 +18,9 @@ from moesaic.analysis.recipe import InspectRecipe
 from moesaic.common import seeds
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice, progress
+from moesaic.data.calibration import domain_of, render
 from moesaic.data.files import PREFIX, Record, find_files, read_hub, read_records, resolve_hub
 from moesaic.data.recipe import SourceRecipe
-from moesaic.selection.calibration import domain_of, render
 
 DOMAIN_FIELD = "domain"
 """Used where the records have it and no other field is named."""

@@ -23,10 +23,10 @@ from moesaic.common.progress import amount
 from moesaic.common.recipe import recipe_values
 from moesaic.common.verbs import verb
 from moesaic.data.files import PREFIX
+from moesaic.families.identity import describe as identify
+from moesaic.families.identity import group_count
 from moesaic.families.moe import MoEModel, detect_running
 from moesaic.families.moe_table import MOE_FAMILIES, family_of
-from moesaic.selection.source import describe as identify
-from moesaic.selection.source import group_count
 
 if TYPE_CHECKING:
     from moesaic.analysis.capture import Capture, RouterShape

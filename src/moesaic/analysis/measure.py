@@ -20,9 +20,9 @@ from moesaic.analysis.capture import Block, Capture, blocks, router_probabilitie
 from moesaic.analysis.documents import Sample, Vocabulary
 from moesaic.analysis.health import effective_experts, levels, normalised_entropy
 from moesaic.common.progress import progress
+from moesaic.routing.capture import Scoring
+from moesaic.routing.rules import RoutingDecision
 from moesaic.routing.stats import RoutingStats, load_shares, measure_stats, summarise_load, within_group_coselection
-from moesaic.routing.types import RoutingDecision
-from moesaic.selection.measure import Scoring
 
 RANKED_DOCUMENTS = 5
 

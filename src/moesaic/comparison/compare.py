@@ -9,6 +9,7 @@ from typing import Any
 
 from moesaic.checkpoint.results import mean_error
 from moesaic.common.errors import MoesaicError, suggest
+from moesaic.common.intervals import Interval, gap_closure
 from moesaic.common.verbs import verb
 from moesaic.comparison.runs import (
     Column,
@@ -23,7 +24,6 @@ from moesaic.comparison.runs import (
     load_run,
 )
 from moesaic.comparison.tables import Format, Heading, Row, Table, render, to_json
-from moesaic.expansion.measures import Interval, gap_closure
 
 _INTERVALS = (
     "±: 95% interval; of one run over its questions or documents (normal), of several over the seeds (Student's t)"

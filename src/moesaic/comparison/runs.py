@@ -16,7 +16,7 @@ from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.provenance import PROVENANCE_FILE, read_provenance
 from moesaic.checkpoint.results import read_results
 from moesaic.common.errors import MoesaicError
-from moesaic.expansion.measures import LEVEL, Interval, mean_interval
+from moesaic.common.intervals import LEVEL, Interval, mean_interval
 
 METRICS_FILE = "metrics.jsonl"
 RESULTS_FILE = "results.json"

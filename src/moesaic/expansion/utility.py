@@ -22,14 +22,14 @@ from moesaic.checkpoint.provenance import source_record
 from moesaic.checkpoint.source import Checkpoint, load_json
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
-from moesaic.data.documents import keeps_documents_apart
+from moesaic.data.packing import keeps_documents_apart
 from moesaic.expansion.build import Parts, expert_parts
 from moesaic.expansion.recipe import GRADIENT_UTILITIES
 from moesaic.expansion.resolve import ExpandPlan
 from moesaic.families.counting import beyond_depth
 
 if TYPE_CHECKING:
-    from moesaic.data.batch import PackedBatch
+    from moesaic.data.packing import PackedBatch
 
 FORMAT = "moesaic-utility/1"
 PerLayer = Mapping[int, tuple[float, ...]]
@@ -227,8 +227,8 @@ def expert_gradients(plan: ExpandPlan, *, quiet: bool = False) -> ExpertGradient
 def calibration_batches(plan: ExpandPlan, *, quiet: bool = False) -> list["PackedBatch"]:
     """At most `utility_batches` batches of packed text, shuffled by the seed."""
     from moesaic.data.dataset import PackedDataset
-    from moesaic.data.prepare import prepare
     from moesaic.data.recipe import DataRecipe, SourceRecipe
+    from moesaic.data.tokenise import prepare
     from moesaic.loading import load_tokenizer
 
     recipe = plan.recipe

@@ -16,7 +16,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice
 from moesaic.common.verbs import verb
 from moesaic.data.calibration import Calibration, calibration_texts, domain_of, encode_texts
-from moesaic.families.context import trained_context
+from moesaic.families.counting import trained_context
 from moesaic.families.identity import SourceModel, describe, refuse_other_model
 from moesaic.families.moe import MoEModel, detect_running
 from moesaic.routing.subset import FORMAT, Selection, check_counts, save_selection

@@ -13,8 +13,7 @@ from typing import Any
 from moesaic.checkpoint.pio import explained
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import recipe_values
-from moesaic.data.files import find_files
-from moesaic.data.hub import PREFIX
+from moesaic.data.files import PREFIX, find_files
 from moesaic.training.recipe import TrainRecipe
 
 RECIPE_FILE = "recipe.yaml"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moesaic.common.errors import MoesaicError
+from moesaic.common.layer_ranges import parse_layers
 from moesaic.common.recipe import load_recipe
 from moesaic.common.yaml_text import parse_yaml
 from moesaic.data.recipe import DataRecipe
@@ -14,7 +15,6 @@ from moesaic.modeling.names import class_names
 from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.routing.config import BalanceScope, RuleConfig
 from moesaic.training.schedule import Transition, check_seed, positions, refuse_long_warmup
-from moesaic.upcycling.layer_ranges import parse_layers
 
 Schedule = Literal["cosine", "linear"]
 Precision = Literal["fp32", "bf16"]

@@ -12,7 +12,7 @@ from typing import Any
 from moesaic.checkpoint.provenance import read_provenance
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice
-from moesaic.data.batch import PackedBatch
+from moesaic.data.packing import PackedBatch
 from moesaic.training.folder import list_states, locked_folder, refuse_overlap
 from moesaic.training.growth import clear_expansion, expand
 from moesaic.training.metrics import step_line, validation_line

@@ -23,7 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError, suggest
 from moesaic.common.progress import no_library_bars, notice
-from moesaic.data.documents import keeps_documents_apart
+from moesaic.data.packing import keeps_documents_apart
 from moesaic.loading import load, load_config, load_tokenizer
 from moesaic.routing.install import Installation, find_installation, install
 from moesaic.training.optimizer import MasterWeights, build_optimizer, describe_trainable, freeze

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moesaic.common.seeds import fold_key
-from moesaic.data.batch import PackedBatch
-from moesaic.data.validation import ValidationSet
+from moesaic.data.dataset import ValidationSet
+from moesaic.data.packing import PackedBatch
 from moesaic.modeling.cross_entropy import IGNORED, DomainLoss, ratio_with_error, token_losses
 from moesaic.routing.install import routing_context
 from moesaic.routing.losses import Load, balance_loss, balanced_bias, measure_load, reduce_load, router_z_loss

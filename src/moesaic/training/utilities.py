@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moesaic.common.errors import MoesaicError
-from moesaic.data.batch import PackedBatch
+from moesaic.data.packing import PackedBatch
 from moesaic.expansion.utility import ExpertGradients, norms_of_stacks, scores
 from moesaic.routing.install import routing_context
 from moesaic.routing.losses import Load, measure_load, reduce_load

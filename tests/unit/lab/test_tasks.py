@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from moesaic.common.errors import MoesaicError
-from moesaic.routing.types import RoutingContext, RoutingDecision
+from moesaic.routing.pools import RoutingContext
+from moesaic.routing.rules import RoutingDecision
 from moesaic_lab.tasks.pools import violations
 from moesaic_lab.tasks.premise import frequencies
 from moesaic_lab.tasks.prepare import Prepare, texts_of

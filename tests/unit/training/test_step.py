@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moesaic.common.recipe import load_recipe
-from moesaic.data.batch import PackedBatch
+from moesaic.data.packing import PackedBatch
 from moesaic.modeling.cross_entropy import ratio_with_error
 from moesaic.routing.install import install
 from moesaic.training.optimizer import MasterWeights, build_optimizer, decays

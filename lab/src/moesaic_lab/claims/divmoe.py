@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from moesaic.expansion.measures import Interval
+from moesaic.common.intervals import Interval
 from moesaic_lab.claims.claim import Claim, combine, less, smallest, within
 from moesaic_lab.rows import Row
 from moesaic_lab.tables import label_values, where

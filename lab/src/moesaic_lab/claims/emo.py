@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from moesaic.expansion.measures import Interval
+from moesaic.common.intervals import Interval
 from moesaic_lab.claims.claim import REGIME, Claim, Effect, Premise, combine, less, within
 from moesaic_lab.experiments.emo_tables import nearest_to_5, router_on_5
 from moesaic_lab.rows import Row

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import moesaic
 from moesaic.loading import load_tokenizer
-from moesaic.routing.cross_entropy import IGNORED, token_losses
+from moesaic.modeling.cross_entropy import IGNORED, token_losses
 from moesaic_lab.rows import Row, read_lines
 
 

@@ -10,10 +10,11 @@ import torch
 import moesaic
 from moesaic.common.recipe import load_recipe
 from moesaic.data.dataset import PackedDataset
-from moesaic.data.prepare import prepare
+from moesaic.data.tokenise import prepare
 from moesaic.loading import load_tokenizer
 from moesaic.routing.install import routing_context
-from moesaic.routing.types import RoutingContext, RoutingDecision
+from moesaic.routing.pools import RoutingContext
+from moesaic.routing.rules import RoutingDecision
 from moesaic.training.recipe import TrainRecipe
 from moesaic_lab.rows import Row
 

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import moesaic
 from moesaic.data.cache import open_cache
-from moesaic.data.prepare import prepare
+from moesaic.data.dataset import ValidationSet
 from moesaic.data.recipe import DataRecipe, SourceRecipe
-from moesaic.data.validation import ValidationSet
+from moesaic.data.tokenise import prepare
 from moesaic.loading import load_tokenizer
-from moesaic.routing.cross_entropy import IGNORED
+from moesaic.modeling.cross_entropy import IGNORED
 from moesaic_lab.rows import Row
 from moesaic_lab.tasks.losses import held_out_loss, held_out_sets
 from moesaic_lab.writing import train_file

@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 import moesaic
-from moesaic.data.validation import ValidationSet
+from moesaic.data.dataset import ValidationSet
 from moesaic.loading import load_tokenizer
-from moesaic.selection.request import Method
-from moesaic.selection.selection import Selection, save_selection
+from moesaic.routing.subset import Selection, save_selection
+from moesaic.selection.recipe import Method
 from moesaic.selection.statistics import load_statistics
 from moesaic_lab.rows import Row
 from moesaic_lab.tasks.losses import held_out_loss, held_out_sets
