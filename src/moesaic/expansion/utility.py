@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.provenance import source_record
-from moesaic.checkpoint.source import Checkpoint, load_json
+from moesaic.checkpoint.headers import load_json
+from moesaic.checkpoint.record import source_record
+from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
 from moesaic.expansion.gradients import ExpertGradients, expert_gradients, norms_of_stacks

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from moesaic.checkpoint.card import model_card
 from moesaic.checkpoint.layout import parse_size
 from moesaic.checkpoint.pieces import NewTensor
-from moesaic.checkpoint.provenance import original_experts, read_provenance
+from moesaic.checkpoint.record import model_card, original_experts, read_provenance
 from moesaic.checkpoint.rewrite import Rewrite
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import factorial, frexp
 from typing import Any
 
-from moesaic.checkpoint.provenance import PROVENANCE_FILE, fingerprint, read_provenance
+from moesaic.checkpoint.record import PROVENANCE_FILE, fingerprint, read_provenance
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice

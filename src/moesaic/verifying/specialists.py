@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moesaic.checkpoint.provenance import PROVENANCE_FILE, fingerprint, weights_hash
+from moesaic.checkpoint.record import PROVENANCE_FILE, fingerprint, weights_hash
 from moesaic.checkpoint.scan import scan
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from moesaic.checkpoint.provenance import TOKENIZER_FILES, side_files
+from moesaic.checkpoint.headers import TOKENIZER_FILES
+from moesaic.checkpoint.record import side_files
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.loading import load_tokenizer
