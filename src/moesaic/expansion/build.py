@@ -196,9 +196,8 @@ def _duplicate(plan: ExpandPlan, layer: MoELayerTensors, number: int, source: in
         made = EXPERT_OPERATORS[plan.recipe.expert_op](one, another, stream)
         return {role: _stored_form(role, made, interleaved=interleaved) for role in parts}
 
-    # The other expert is drawn when its turn comes: the record names all experts of the layer as read.
-    read = [stored(checkpoint.tensors[n]) for tensor in _expert_tensors(layer) for n in tensor.names(layer.num_experts)]
-    return together({role: (part.shape, part.dtype) for role, part in parts.items()}, function, read)
+    # The other expert is drawn when its turn comes. It need not be named here: all experts are in the result anyway.
+    return together({role: (part.shape, part.dtype) for role, part in parts.items()}, function, parts.values())
 
 
 # --- router -----------------------------------------------------------------------------------------------------------
