@@ -117,6 +117,12 @@ def detect_moe(checkpoint: Checkpoint) -> MoEModel:
             f"{checkpoint.name}: model_type {config.get('model_type')!r} is not an MoE family known here ({KNOWN})"
             f"{way_out(config.get('model_type'))}"
         )
+    return read_experts(checkpoint, family)
+
+
+def read_experts(checkpoint: Checkpoint, family: MoEFamily) -> MoEModel:
+    """`detect_moe` of a checkpoint that is known to be of this family."""
+    config = checkpoint.config
     name = f"{checkpoint.name}: config.json"
     check_values(config, name, kinds=MOE_KINDS)
     require(config, ("num_hidden_layers", "hidden_size", "vocab_size"), name)

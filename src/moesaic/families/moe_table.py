@@ -70,16 +70,15 @@ def _has_bias(config: Config) -> bool:
     return bool(config.get("attention_bias"))
 
 
-_NO, _QKV_O = _only(NONE), _only(NONE, "on queries, keys, values and output")
+_QKV_O = _only(NONE, "on queries, keys, values and output")
 _BEFORE, _AFTER = _only("before attention and experts"), _only("after attention and experts")
 _USUAL_HEADS = {"head_size": _only("hidden size / heads")}
-_EVERY = {
+_EVERY = _none("expert_bias") | {
     "architecture": _only(PLAIN_LAYERS),
     "routing": _only(PLAIN_TOP_K),
-    "expert_bias": _NO,
     "weighting": _only(SELECTED, ALL),
 }
-_LLAMA = _EVERY | {"norms": _BEFORE, "qk_norm": _NO}
+_LLAMA = _EVERY | _none("qk_norm") | {"norms": _BEFORE}
 _OLMO = _EVERY | _USUAL_HEADS | _none("shared", "dense_layers", "sliding_window", "multipliers")
 _OLMO |= {"qk_norm": _only("over all heads"), "attention_bias": _QKV_O}
 _OLMO_VALUES: Mapping[str, Callable[[Config], Any]] = {
@@ -102,9 +101,8 @@ _QWEN_KEYS = ("intermediate_size", "moe_intermediate_size", "num_experts")
 _SILU = {"activation": _only("silu")}
 _ROPE = {"rope": _only("default", "linear", "yarn")}
 _LLAMA_ROPE = {"rope": _only("default", "linear", "yarn", "llama3")}
-_NO_BIAS = {"attention_bias": _NO}
-_QWEN_GGUF = _SILU | _ROPE | {"switched_window": _NO, "dense_layers": _NO}
-_GRANITE_GGUF = GgufFacts(allowed=_SILU | _LLAMA_ROPE | _NO_BIAS)
+_QWEN_GGUF = _SILU | _ROPE | _none("switched_window", "dense_layers")
+_GRANITE_GGUF = GgufFacts(allowed=_SILU | _LLAMA_ROPE | _none("attention_bias"))
 
 
 # --- the rows ---------------------------------------------------------------------------------------------------------
@@ -115,15 +113,11 @@ _LATENT = "its latent attention is that of no dense model"
 _STACKED_ONLY = {"write per-expert": "no: published with stacked experts only"}
 _AFTER_EXPORT = "after `moesaic export CHECKPOINT OUT --to moesaic`"
 
+# fmt: off
 _ROWS = (
     MoEFamily(
-        model_type="olmoe",
-        about="OLMoE",
-        limits={"GGUF": "where norm_topk_prob is false and rms_norm_eps 1e-5"},
-        experts_key="num_experts",
-        weighting="norm_topk_prob",
-        layouts=QWEN_LAYOUTS,
-        routers=("OlmoeTopKRouter",),
+        model_type="olmoe", about="OLMoE", limits={"GGUF": "where norm_topk_prob is false and rms_norm_eps 1e-5"},
+        experts_key="num_experts", weighting="norm_topk_prob", layouts=QWEN_LAYOUTS, routers=("OlmoeTopKRouter",),
         no_twin="no dense model has its norms (of queries and keys as well as before attention and FFN)",
         target=NativeTarget(
             preference=6,
@@ -133,18 +127,14 @@ _ROWS = (
             values=_OLMO_VALUES,
         ),
         gguf=GgufFacts(
-            allowed=_SILU | _ROPE | _NO_BIAS | {"weighting": _only("false"), "norm_eps": _only("1e-05"), "clip": _NO},
+            allowed=_SILU | _ROPE | _none("attention_bias", "clip")
+            | {"weighting": _only("false"), "norm_eps": _only("1e-05")},
             own_head=True,
         ),
     ),
     MoEFamily(
-        model_type="flex_olmo",
-        about="FlexOlmo",
-        limits={"GGUF": "no: llama.cpp has no FlexOlmo"},
-        experts_key="num_experts",
-        weighting="norm_topk_prob",
-        layouts=QWEN_LAYOUTS,
-        routers=("FlexOlmoTopKRouter",),
+        model_type="flex_olmo", about="FlexOlmo", limits={"GGUF": "no: llama.cpp has no FlexOlmo"},
+        experts_key="num_experts", weighting="norm_topk_prob", layouts=QWEN_LAYOUTS, routers=("FlexOlmoTopKRouter",),
         twin=DenseTwin(base="olmo2"),
         target=NativeTarget(
             preference=5,
@@ -156,24 +146,16 @@ _ROWS = (
         gguf=GgufFacts(reason="llama.cpp has no FlexOlmo"),
     ),
     MoEFamily(
-        model_type="qwen2_moe",
-        about="Qwen1.5-MoE, Qwen2-MoE, and what mergekit-moe makes of Qwen2",
-        notes="its shared expert has a gate",
-        limits={"GGUF": "where norm_topk_prob is false"},
-        experts_key="num_experts",
-        weighting="norm_topk_prob",
-        layouts=QWEN_LAYOUTS,
-        routers=("Qwen2MoeTopKRouter",),
-        window_is_switched=True,
-        no_twin="its shared expert has a gate",
+        model_type="qwen2_moe", about="Qwen1.5-MoE, Qwen2-MoE, and what mergekit-moe makes of Qwen2",
+        notes="its shared expert has a gate", limits={"GGUF": "where norm_topk_prob is false"},
+        experts_key="num_experts", weighting="norm_topk_prob", layouts=QWEN_LAYOUTS, routers=("Qwen2MoeTopKRouter",),
+        window_is_switched=True, no_twin="its shared expert has a gate",
         target=NativeTarget(
             preference=4,
             causal_class="Qwen2MoeForCausalLM",
             why="it takes weights that do not sum to 1, layers without experts, biases on queries, keys and values, "
             "and shared experts",
-            allowed=_LLAMA
-            | _USUAL_HEADS
-            | _none("sliding_window", "multipliers")
+            allowed=_LLAMA | _USUAL_HEADS | _none("sliding_window", "multipliers")
             | {"attention_bias": _only(NONE, "on queries, keys and values")},
             keys=_QWEN_KEYS,
             values={
@@ -187,42 +169,31 @@ _ROWS = (
         gguf=GgufFacts(allowed=_QWEN_GGUF | {"weighting": _only("false")}, own_head=True),
     ),
     MoEFamily(
-        model_type="qwen3_moe",
-        about="Qwen3-MoE",
-        limits={"GGUF": "where norm_topk_prob is true"},
-        experts_key="num_experts",
-        weighting="norm_topk_prob",
-        layouts=QWEN_LAYOUTS,
+        model_type="qwen3_moe", about="Qwen3-MoE", limits={"GGUF": "where norm_topk_prob is true"},
+        experts_key="num_experts", weighting="norm_topk_prob", layouts=QWEN_LAYOUTS,
         routers=("Qwen3MoeTopKRouter", "Qwen3NextTopKRouter"),  # Qwen3-Next has the same, and no row of its own
-        window_is_switched=True,
-        twin=DenseTwin(base="qwen3", width="moe_intermediate_size"),
+        window_is_switched=True, twin=DenseTwin(base="qwen3", width="moe_intermediate_size"),
         target=NativeTarget(
             preference=1,
             causal_class="Qwen3MoeForCausalLM",
             why="the only family with norms on the heads of queries and keys",
-            allowed=_EVERY
-            | _none("shared", "sliding_window", "multipliers")
+            allowed=_EVERY | _none("shared", "sliding_window", "multipliers")
             | {"norms": _BEFORE, "qk_norm": _only("per head"), "attention_bias": _QKV_O},
             keys=_QWEN_KEYS,
             values={"head_dim": _head_size, "attention_bias": _has_bias, **_QWEN_VALUES},
         ),
-        gguf=GgufFacts(allowed=_QWEN_GGUF | _NO_BIAS | {"weighting": _only("true")}),
+        gguf=GgufFacts(allowed=_QWEN_GGUF | _none("attention_bias") | {"weighting": _only("true")}),
     ),
     MoEFamily(
-        model_type="mixtral",
-        about="Mixtral, and what mergekit-moe makes of Llama and Mistral",
+        model_type="mixtral", about="Mixtral, and what mergekit-moe makes of Llama and Mistral",
         limits={"GGUF": "without sliding window"},
-        experts_key="num_local_experts",
-        layouts=MIXTRAL_LAYOUTS,
-        routers=("MixtralTopKRouter",),
-        router_weights_in_fp32=True,
-        twin=DenseTwin(base="mistral"),
+        experts_key="num_local_experts", layouts=MIXTRAL_LAYOUTS, routers=("MixtralTopKRouter",),
+        router_weights_in_fp32=True, twin=DenseTwin(base="mistral"),
         target=NativeTarget(
             preference=2,
             causal_class="MixtralForCausalLM",
             why="the plainest family, which every engine runs",
-            allowed=_LLAMA
-            | _none("attention_bias", "shared", "dense_layers", "multipliers")
+            allowed=_LLAMA | _none("attention_bias", "shared", "dense_layers", "multipliers")
             | {"weighting": _only(SELECTED), "sliding_window": _only(NONE, "in every layer")},
             values={
                 "head_dim": _head_size,
@@ -231,22 +202,17 @@ _ROWS = (
                 "sliding_window": _renamed("sliding_window"),
             },
         ),
-        gguf=GgufFacts(allowed=_SILU | _LLAMA_ROPE | {"sliding_window": _NO}),
+        gguf=GgufFacts(allowed=_SILU | _LLAMA_ROPE | _none("sliding_window")),
     ),
     MoEFamily(
-        model_type="gpt_oss",
-        about="GPT-OSS",
-        notes="MXFP4 checkpoints are refused: use a bf16 release",
+        model_type="gpt_oss", about="GPT-OSS", notes="MXFP4 checkpoints are refused: use a bf16 release",
         limits={
             "train": "no: transformers does not keep its packed documents apart by their position ids",
             "write per-expert": f"no: {GPT_OSS_LAYOUTS.reason}",
             "GGUF": "with logits off by 5e-4: llama.cpp rounds the range of YaRN (truncate: false)",
             "vLLM": "not in the CPU build (0.32), which has no kernel for experts with biases",
         },
-        experts_key="num_local_experts",
-        layouts=GPT_OSS_LAYOUTS,
-        interleaved=True,
-        window_every=2,
+        experts_key="num_local_experts", layouts=GPT_OSS_LAYOUTS, interleaved=True, window_every=2,
         no_twin="its attention has sinks and its experts clamp their activations",
         gguf=GgufFacts(
             allowed={"rope": _only("default", "yarn")},
@@ -256,31 +222,20 @@ _ROWS = (
         ),
     ),
     MoEFamily(
-        model_type="granitemoe",
-        about="Granite-MoE",
-        limits=_STACKED_ONLY,
-        experts_key="num_local_experts",
-        layouts=GRANITE_LAYOUTS,
-        routers=("GraniteMoeTopKRouter",),
-        twin=DenseTwin(base="granite"),
-        gguf=_GRANITE_GGUF,
+        model_type="granitemoe", about="Granite-MoE", limits=_STACKED_ONLY,
+        experts_key="num_local_experts", layouts=GRANITE_LAYOUTS, routers=("GraniteMoeTopKRouter",),
+        twin=DenseTwin(base="granite"), gguf=_GRANITE_GGUF,
     ),
     MoEFamily(
-        model_type="granitemoeshared",
-        about="Granite-MoE with shared experts",
-        limits=_STACKED_ONLY,
-        experts_key="num_local_experts",
-        layouts=GRANITE_LAYOUTS,
-        routers=("GraniteMoeSharedTopKRouter",),
+        model_type="granitemoeshared", about="Granite-MoE with shared experts", limits=_STACKED_ONLY,
+        experts_key="num_local_experts", layouts=GRANITE_LAYOUTS, routers=("GraniteMoeSharedTopKRouter",),
         twin=DenseTwin(base="granite", shared_width="shared_intermediate_size"),
         no_twin="its shared expert has a width of its own",
         target=NativeTarget(
             preference=3,
             causal_class="GraniteMoeSharedForCausalLM",
             why="its shared experts have weight 1 and its multipliers cover Granite's and Llama's",
-            allowed=_LLAMA
-            | _USUAL_HEADS
-            | _none("dense_layers", "sliding_window")
+            allowed=_LLAMA | _USUAL_HEADS | _none("dense_layers", "sliding_window")
             | {"attention_bias": _QKV_O, "weighting": _only(SELECTED)},
             values={
                 "intermediate_size": _renamed("moe_intermediate_size"),
@@ -295,48 +250,31 @@ _ROWS = (
         gguf=_GRANITE_GGUF,
     ),
     MoEFamily(
-        model_type="deepseek_v2",
-        about="DeepSeek-V2",
+        model_type="deepseek_v2", about="DeepSeek-V2",
         limits={"GGUF": "without groups, where norm_topk_prob is false", "vLLM": _VLLM_LATENT},
         experts_key="n_routed_experts",
         weighting="all",  # transformers' class never renormalises, whatever its config's norm_topk_prob says
-        scaling_key="routed_scaling_factor",
-        group_keys=_GROUPS,
-        layouts=QWEN_LAYOUTS,
-        no_twin=_LATENT,
-        gguf=GgufFacts(allowed=_SILU | _ROPE | _NO_BIAS | {"weighting": _only("false"), "groups": _NO}),
+        scaling_key="routed_scaling_factor", group_keys=_GROUPS, layouts=QWEN_LAYOUTS, no_twin=_LATENT,
+        gguf=GgufFacts(allowed=_SILU | _ROPE | _none("attention_bias", "groups") | {"weighting": _only("false")}),
     ),
     MoEFamily(
-        model_type="deepseek_v3",
-        about="DeepSeek-V3, R1",
-        notes="FP8 checkpoints are refused: use a bf16 release",
+        model_type="deepseek_v3", about="DeepSeek-V3, R1", notes="FP8 checkpoints are refused: use a bf16 release",
         limits={"vLLM": _VLLM_LATENT},
-        experts_key="n_routed_experts",
-        scoring="sigmoid",
-        weighting="norm_topk_prob",
-        scaling_key="routed_scaling_factor",
-        group_keys=_GROUPS,
-        selection_bias=True,
-        layouts=QWEN_LAYOUTS,
+        experts_key="n_routed_experts", scoring="sigmoid", weighting="norm_topk_prob",
+        scaling_key="routed_scaling_factor", group_keys=_GROUPS, selection_bias=True, layouts=QWEN_LAYOUTS,
         no_twin=_LATENT,
         # Without the key llama.cpp takes the softmax, in silence.
-        gguf=GgufFacts(allowed=_SILU | _ROPE | _NO_BIAS, config={"scoring_func": "sigmoid"}),
+        gguf=GgufFacts(allowed=_SILU | _ROPE | _none("attention_bias"), config={"scoring_func": "sigmoid"}),
     ),
     MoEFamily(
-        model_type="glm4_moe",
-        about="GLM-4.5, GLM-4.6",
-        limits={"GGUF": "without groups"},
-        experts_key="n_routed_experts",
-        scoring="sigmoid",
-        weighting="norm_topk_prob",
-        scaling_key="routed_scaling_factor",
-        group_keys=_GROUPS,
-        selection_bias=True,
-        layouts=QWEN_LAYOUTS,
+        model_type="glm4_moe", about="GLM-4.5, GLM-4.6", limits={"GGUF": "without groups"},
+        experts_key="n_routed_experts", scoring="sigmoid", weighting="norm_topk_prob",
+        scaling_key="routed_scaling_factor", group_keys=_GROUPS, selection_bias=True, layouts=QWEN_LAYOUTS,
         no_twin="no dense model has its attention",
-        gguf=GgufFacts(allowed=_SILU | {"rope": _only("default"), "groups": _NO}),
+        gguf=GgufFacts(allowed=_SILU | _none("groups") | {"rope": _only("default")}),
     ),
 )
+# fmt: on
 
 OURS = MoEFamily(
     model_type="moesaic_*",
