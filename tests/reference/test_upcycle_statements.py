@@ -8,7 +8,6 @@ import math
 
 import pytest
 import torch
-from moesaic.upcycling.sources import MemorySources
 from torch import Tensor
 
 from moesaic.families.experts import ExpertWeights

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moesaic.checkpoint import card
-<<<<<<< HEAD
 from moesaic.checkpoint.layout import parse_size
 from moesaic.checkpoint.lazy import Lazy, computed, concat, promoted, stack, stored, together
 from moesaic.checkpoint.provenance import original_experts
@@ -28,17 +27,6 @@ from moesaic.expansion.operators import (
     grown_rows,
     zero_sum_noise,
 )
-=======
-from moesaic.checkpoint.layout import OutputTensor, parse_size
-from moesaic.checkpoint.pieces import ComputedTensor, NewTensor, Put, Work, slot_tensor, whole
-from moesaic.checkpoint.provenance import original_experts
-from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
-from moesaic.checkpoint.rewrite import Rewrite
-from moesaic.common.seeds import generator
-from moesaic.expansion.config import grown_config
-from moesaic.expansion.layers import LayerFile
-from moesaic.expansion.operators import EXPERT_OPERATORS, ROUTER_OPERATORS
->>>>>>> house/lazy
 from moesaic.expansion.resolve import ExpandPlan
 from moesaic.families.counting import count_shapes
 from moesaic.families.experts import ExpertWeights

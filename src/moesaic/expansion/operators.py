@@ -16,15 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-<<<<<<< HEAD
 from moesaic.common import seeds
 from moesaic.families.experts import ExpertWeights, redraw
 
 # --- experts ----------------------------------------------------------------------------------------------------------
-=======
-from moesaic.common.seeds import normal, subset
-from moesaic.families.experts import ExpertWeights, redraw
->>>>>>> house/lazy
 
 ExpertOperator = Callable[[ExpertWeights, ExpertWeights, torch.Generator], ExpertWeights]
 """(source, another expert of the layer, generator) -> the duplicate."""
@@ -58,12 +53,7 @@ def drop_neurons(
     source: ExpertWeights, _other: ExpertWeights, generator: torch.Generator, *, ratio: float
 ) -> ExpertWeights:
     """Re-draw a share of the intermediate neurons, the same in gate, up and down; the others stay bit for bit."""
-<<<<<<< HEAD
     chosen = seeds.subset(round(ratio * source.intermediate), source.intermediate, generator)
-=======
-    chosen = subset(round(ratio * source.intermediate), source.intermediate, generator)
-    axes = {"down_DI": 1, "down_bias_D": None}
->>>>>>> house/lazy
 
     def redrawn(_name: str, w: Tensor, axis: int) -> Tensor:
         w = w.clone()
@@ -79,11 +69,7 @@ def shuffle(source: ExpertWeights, _other: ExpertWeights, generator: torch.Gener
 
     Permuting gate, up and down alike would change nothing. Preserves every matrix's entries, norm and spectrum.
     """
-<<<<<<< HEAD
     chosen = seeds.subset(round(ratio * source.intermediate), source.intermediate, generator)
-=======
-    chosen = subset(round(ratio * source.intermediate), source.intermediate, generator)
->>>>>>> house/lazy
     order = torch.arange(source.intermediate)
     order[chosen] = chosen.roll(1)  # a cycle moves every chosen row
 
@@ -143,11 +129,7 @@ def svd_mix(source: ExpertWeights, other: ExpertWeights, generator: torch.Genera
         u, s, v = torch.linalg.svd(w, full_matrices=False)
         other_u, other_s, other_v = torch.linalg.svd(getattr(other, name), full_matrices=False)
         taken = torch.zeros_like(s)
-<<<<<<< HEAD
         taken[seeds.subset(round(share * len(s)), len(s), generator)] = 1
-=======
-        taken[subset(round(share * len(s)), len(s), generator)] = 1
->>>>>>> house/lazy
         return (u * (s * (1 - taken))) @ v + (other_u * (other_s * taken)) @ other_v
 
     return source.map(mix)
@@ -157,22 +139,11 @@ def sparse_code_mix(
     source: ExpertWeights, other: ExpertWeights, generator: torch.Generator, *, share: float
 ) -> ExpertWeights:
     """A random share of the neurons (row of gate, row of up, column of down) taken whole from another expert."""
-<<<<<<< HEAD
     chosen = seeds.subset(round(share * source.intermediate), source.intermediate, generator)
     return _neurons(
         source,
         lambda name, w, axis: w.index_copy(axis, chosen, getattr(other, name).index_select(axis, chosen)),
     )
-=======
-    chosen = subset(round(share * source.intermediate), source.intermediate, generator)
-    axes = {"down_DI": 1, "down_bias_D": None}
-
-    def take(name: str, w: Tensor) -> Tensor:
-        axis = axes.get(name, 0)
-        return w if axis is None else w.index_copy(axis, chosen, getattr(other, name).index_select(axis, chosen))
-
-    return source.map(take)
->>>>>>> house/lazy
 
 
 def _std(w: Tensor) -> float:

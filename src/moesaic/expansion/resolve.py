@@ -10,17 +10,13 @@ from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common import seeds
 from moesaic.common.errors import MoesaicError
-from moesaic.common.seeds import key
 from moesaic.expansion.allocation import allocate, evenly, sources_of
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.families.counting import beyond_depth
 from moesaic.families.family import DenseTwin, our_base
 from moesaic.families.moe import MoEModel, detect_moe
 from moesaic.modeling.names import conversion_of
-<<<<<<< HEAD
 from moesaic.selection.source import group_count
-=======
->>>>>>> house/lazy
 
 Utilities = Mapping[int, tuple[float, ...]]
 """Layer -> utility of each expert."""
@@ -123,11 +119,7 @@ class ExpandPlan:
                 f"{self.checkpoint.name}: the utilities of all experts of layer {layer} are 0 "
                 f"({self.recipe.utility or self.recipe.utility_from}); use other calibration text, or --utility uniform"
             )
-<<<<<<< HEAD
         rng = random.Random(seeds.key(self.recipe.seed, "expand", layer, "allocation"))
-=======
-        rng = random.Random(key(self.recipe.seed, "expand", layer, "allocation"))
->>>>>>> house/lazy
         return allocate(utilities, self.added, cap=self.recipe.cap, rule=self.recipe.allocation, rng=rng, groups=groups)
 
 

@@ -5,18 +5,13 @@ import shlex
 
 import pytest
 import torch
-from moesaic.expansion.targets import CONVERSIONS, REASONS
 from safetensors.torch import load_file, save_file
 
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.cli import app as cli
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.expansion.resolve import resolve
-<<<<<<< HEAD
 from moesaic.expansion.run import copies_lines, expand
-=======
-from moesaic.expansion.result import copies_lines
->>>>>>> house/lazy
 from moesaic.families.moe import detect_moe
 from moesaic.families.moe_table import MOE_FAMILIES
 from tests.tiny_moes import save_tiny_moe, tiny_moe
