@@ -12,9 +12,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from moesaic.checkpoint.headers import load_json
 from moesaic.checkpoint.pio import write_file
-from moesaic.checkpoint.provenance import fingerprint, read_provenance, versions
-from moesaic.checkpoint.source import Checkpoint, load_json, open_checkpoint
+from moesaic.checkpoint.record import fingerprint, read_provenance, versions
+from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.evaluation.suites import Average, Suite
 from moesaic.families.moe import detect_moe

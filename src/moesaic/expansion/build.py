@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.checkpoint import card
 from moesaic.checkpoint.layout import parse_size
 from moesaic.checkpoint.lazy import Lazy, computed, concat, promoted, stack, stored, together
-from moesaic.checkpoint.provenance import original_experts
+from moesaic.checkpoint.record import model_card, original_experts
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.checkpoint.write import NewCheckpoint
 from moesaic.common import seeds
@@ -307,7 +306,7 @@ def _card(plan: ExpandPlan, promise: Statement, tensors: Mapping[str, Lazy], con
         "Parameters": f"{total:,}, {active:,} active per token",
         "Before training": f"{promise.code}: {promise.text}",
     }
-    return card.model_card(
+    return model_card(
         title=f"{plan.checkpoint.name} with {plan.experts} experts",
         bases=[plan.checkpoint.name],
         tags=["moe", "expert-upcycling"],

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.card import model_card
 from moesaic.checkpoint.pieces import NewTensor, slot_tensor, whole
-from moesaic.checkpoint.provenance import original_experts, read_provenance
+from moesaic.checkpoint.record import model_card, original_experts, read_provenance
 from moesaic.checkpoint.rewrite import Rewrite, RewriteResult, rewrite_unless_dry
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.families.counting import beyond_depth, layer_of

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from moesaic.checkpoint.provenance import PROVENANCE_FILE, read_provenance
+from moesaic.checkpoint.record import PROVENANCE_FILE, read_provenance
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.selection.source import SourceModel, source_from_json

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from moesaic.checkpoint.card import model_card
-from moesaic.checkpoint.provenance import read_provenance
+from moesaic.checkpoint.record import model_card, read_provenance
 from moesaic.checkpoint.rewrite import Rewrite, RewriteResult, rewrite_unless_dry
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moesaic.checkpoint.provenance import read_provenance
+from moesaic.checkpoint.record import read_provenance
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.routing.config import RuleConfig
