@@ -197,6 +197,7 @@ def parse_keep(text: str | int, num_experts: int, num_groups: int = 1) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", str(text))
     if match:
         share = float(match[1]) / 100
+        # Rounded first, because 0.07 * 100 is a little more than 7 in floating point.
         keep = math.ceil(round(share * num_experts / num_groups, 9)) * num_groups
     elif re.fullmatch(r"\s*\d+\s*", str(text)):
         keep = int(text)
