@@ -231,7 +231,7 @@ def union_selections(first: Selection, second: Selection) -> Selection:
     union = [set(ours) | set(theirs) for ours, theirs in zip(first.kept, second.kept, strict=True)]
     size = source.num_experts // source.num_groups
     most = max(sum(expert // size == group for expert in ids) for ids in union for group in range(source.num_groups))
-    active = (first.top_k, second.top_k)
+    active = [one.top_k for one in (first, second) if one.top_k is not None]
     kept = []
     for ids, scores_E in zip(union, scores_LE, strict=True):
         first_E = scores_E + np.isin(np.arange(source.num_experts), sorted(ids)) * (scores_E.max() + 1)
@@ -244,7 +244,7 @@ def union_selections(first: Selection, second: Selection) -> Selection:
         scores=tuple(tuple(row) for row in scores_LE.tolist()),
         routing_mass_kept=None,
         details={
-            "top_k": None if None in active else max(active),  # None is the model's own, which is the largest
+            "top_k": max(active) if len(active) == 2 else None,  # None is the model's own, which is the largest
             "methods": [first.method, second.method],
             "filled_up": [len(row) - len(ids) for row, ids in zip(kept, union, strict=True)],
         },
