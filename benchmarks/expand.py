@@ -95,7 +95,7 @@ def gradients(moe: Path, repeats: int) -> None:
     """Both ways on one loaded model, interleaved."""
     import torch
 
-    from moesaic.expansion.gradients import measure
+    from moesaic.expansion.utility import measure
     from moesaic.loading import load
 
     model, batches = load(moe), random_batches()

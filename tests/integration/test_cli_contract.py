@@ -259,12 +259,12 @@ def test_errors_from_below(call, monkeypatch, error, status, line):
     def fail(*_arguments, **_keywords):
         raise error
 
-    monkeypatch.setattr("moesaic.planning.plan", fail)
+    monkeypatch.setattr("moesaic.planning.run.plan", fail)
     assert call("plan", "x") == (status, "", line)
 
 
 def test_a_bug_is_named_as_one(call, monkeypatch):
-    monkeypatch.setattr("moesaic.planning.plan", lambda *_arguments, **_keywords: [][0])
+    monkeypatch.setattr("moesaic.planning.run.plan", lambda *_arguments, **_keywords: [][0])
     status, out, err = call("plan", "x")
     assert (status, out) == (1, "")
     assert err.startswith("moesaic: internal error: IndexError: list index out of range (")
@@ -281,7 +281,7 @@ def test_numbers_that_json_cannot_write_become_null(call, monkeypatch):
         def to_dict(self):
             return {"a": float("nan"), "b": [float("inf"), 1.0], "c": Path("x")}
 
-    monkeypatch.setattr("moesaic.planning.plan", lambda *_arguments, **_keywords: Report())
+    monkeypatch.setattr("moesaic.planning.run.plan", lambda *_arguments, **_keywords: Report())
     assert json.loads(call("plan", "x", "--json")[1]) == {"a": None, "b": [None, 1.0], "c": "x"}
 
 

@@ -14,8 +14,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.data.dataset import PackedDataset
 from moesaic.data.prepare import prepare
-from moesaic.expansion.gradients import measure
-from moesaic.expansion.utility import FORMAT
+from moesaic.expansion.utility import FORMAT, measure
 from moesaic.training import growth_utility
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.run import train

@@ -4,7 +4,9 @@ import os
 import signal
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 from cyclopts.exceptions import CycloptsError, UnknownOptionError, UnusedCliTokensError
@@ -13,23 +15,21 @@ from moesaic import __version__
 from moesaic.cli import (
     compare,
     evaluate,
-    expand,
     export,
     extract,
     families,
     generate,
     inspect,
-    lab,
     merge_back,
     plan,
     recipes,
     report,
     select,
     train,
-    upcycle,
     verify,
 )
 from moesaic.cli.output import discard_stdout, flush, print_error
+from moesaic.cli.verbs import COMMANDS
 from moesaic.common.errors import MoesaicError
 
 USER_ERROR = 2  # also what shells use for a wrong command line
@@ -46,10 +46,16 @@ app = App(
     default_parameter=Parameter(negative=()),
     suppress_keyboard_interrupt=False,
 )
+for _name, _command in COMMANDS.items():
+    app.command(
+        f"moesaic.cli.verbs:{_name}",
+        name=_name,
+        help=_command.about,
+        usage=_command.usages(_name),
+        help_epilogue=f"Examples:{_command.examples}",
+    )
 for _module in (
-    upcycle,
     train,
-    expand,
     export,
     families,
     select,
@@ -65,12 +71,29 @@ for _module in (
 ):
     app.command(_module.command, name=_module.NAME, usage=_module.USAGE, help_epilogue=_module.EXAMPLE)
 app.command(recipes.app)
-app.command(lab.app)
+
+
+def mount_plugins() -> None:
+    """Add the commands of other packages, from their entry points `moesaic.commands`: apps, imported when called."""
+    places = {entry.name: entry.value for entry in entry_points(group="moesaic.commands")}
+    if find_spec("moesaic_lab") is not None:  # a checkout on the path, not installed
+        places.setdefault("lab", "moesaic_lab.cli:app")
+    for name, place in places.items():
+        if name not in app:
+            app.command(place, name=name)
+    if "lab" not in app:
+        app.command(_no_lab, name="lab", show=False, help_flags=())
+
+
+def _no_lab(*_words: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
+    raise MoesaicError("lab: is a package of its own; pip install moesaic-lab")
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return the exit status: 0, 1 (check failed, or a bug), 2 (user error), 130, 141."""
     as_json = "--json" in arguments
+    if not arguments or arguments[0] not in app:
+        mount_plugins()
     try:
         status = _call(arguments)
         flush()

@@ -36,7 +36,7 @@ def command(
     Total and active parameters (with and without embeddings), bytes, FLOPs per token, peak memory, disk, download size
     and expected minutes. Reads no weights and loads no model.
     """
-    from moesaic.planning import plan
+    from moesaic.planning.run import plan
 
     report = plan(subject, context=context)
     print_result(report.lines(), report.to_dict(), as_json=json)

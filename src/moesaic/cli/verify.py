@@ -39,7 +39,7 @@ def command(
 
     Exit status 1 if the statement does not hold.
     """
-    from moesaic.verifying import verify
+    from moesaic.verifying.run import verify
 
     report = verify(source, target, text=text, device=device, batch_size=batch_size, dtype=dtype, quiet=quiet)
     print_result(report.lines(), report.to_dict(), as_json=json)

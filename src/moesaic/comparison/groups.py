@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from moesaic.common.intervals import LEVEL, Interval, mean_interval
 from moesaic.comparison.runs import Column, Run, Score
-from moesaic.expansion.measures import LEVEL, Interval, mean_interval
 
 _NORMAL = NormalDist().inv_cdf(0.5 + LEVEL / 2)
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 from moesaic.common.errors import MoesaicError
+from moesaic.common.intervals import Interval, gap_closure
 from moesaic.comparison.groups import Group, columns_of, difference, disagreements
 from moesaic.comparison.runs import Column, Run
 from moesaic.comparison.tables import Heading, Row, Table
-from moesaic.expansion.measures import Interval, gap_closure
 
 
 def gap_table(small: Group, upcycled: Group, large: Group) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moesaic.expansion.measures import Interval
+from moesaic.common.intervals import Interval
 
 Format = Literal["table", "md", "csv", "json"]
 

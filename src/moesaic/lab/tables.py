@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from moesaic.expansion.measures import Interval, mean_interval
+from moesaic.common.intervals import Interval, mean_interval
 from moesaic.lab.rows import Row
 
 

@@ -32,8 +32,8 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import recipe_values
 from moesaic.data.batch import PackedBatch
 from moesaic.expansion.build import build
+from moesaic.expansion.exact import statement
 from moesaic.expansion.resolve import ExpandPlan
-from moesaic.expansion.statement import statement
 from moesaic.families.moe import detect_moe
 from moesaic.training.growth_check import as_keys, resolve_transition
 from moesaic.training.growth_utility import Found, find_utilities

@@ -15,10 +15,9 @@ from typing import Any
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
-from moesaic.expansion.config import grown_config
+from moesaic.expansion.exact import grown_config
 from moesaic.expansion.resolve import ExpandPlan, check_recorded_rule, resolve
-from moesaic.families.counting import Shapes
-from moesaic.families.shapes import config_shapes
+from moesaic.families.counting import Shapes, config_shapes
 from moesaic.training.growth_recipe import Transition
 from moesaic.training.recipe import TrainRecipe
 

@@ -6,9 +6,8 @@ from itertools import pairwise
 from typing import Any
 
 from moesaic.expansion.costs import PAPER_RATIO, Phase, cost_table, saving_of_phases
+from moesaic.families.costs import flops_per_token, number
 from moesaic.families.counting import ParameterCount, Shapes, count_shapes
-from moesaic.planning.costs import flops_per_token
-from moesaic.planning.report import number
 from moesaic.training.growth_check import described, grown, grown_plans
 from moesaic.training.growth_recipe import positions
 from moesaic.training.recipe import TrainRecipe

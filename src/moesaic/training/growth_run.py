@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from moesaic.common.errors import MoesaicError
+from moesaic.common.intervals import loss_jump
 from moesaic.common.progress import notice
 from moesaic.common.recipe import recipe_values
-from moesaic.expansion.measures import loss_jump
-from moesaic.expansion.result import copies_lines
+from moesaic.expansion.run import copies_lines
 from moesaic.training.building import build_trainable
 from moesaic.training.growth import FOLDER, load_moments, write_grown
 from moesaic.training.growth_check import described, grown_plans

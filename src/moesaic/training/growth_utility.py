@@ -14,8 +14,7 @@ from torch import Tensor
 
 from moesaic.common.errors import MoesaicError
 from moesaic.data.batch import PackedBatch
-from moesaic.expansion.gradients import ExpertGradients, norms_of_stacks
-from moesaic.expansion.utility import scores
+from moesaic.expansion.utility import ExpertGradients, norms_of_stacks, scores
 from moesaic.routing.cross_entropy import token_losses
 from moesaic.routing.draws import fold_key
 from moesaic.routing.install import routing_context

@@ -12,10 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moesaic.checkpoint.source import open_headers
+from moesaic.families.costs import attention_layers, flops_per_token, language_config, number, size
 from moesaic.families.counting import ParameterCount, Shapes, count_shapes, is_routed, layer_of
-from moesaic.planning.checkpoints import language_config
-from moesaic.planning.costs import attention_layers, flops_per_token
-from moesaic.planning.report import number, size
 from moesaic.training.growth_plan import GrowthPlan, plan_growth
 from moesaic.training.recipe import ScratchModel, TrainRecipe
 from moesaic.training.scratch_shapes import scratch_shapes

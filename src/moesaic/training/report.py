@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from moesaic.common.progress import BAR_SECONDS, LINE_SECONDS, bar, duration, notice, on_terminal
-from moesaic.planning.costs import flops_per_token
+from moesaic.families.costs import flops_per_token
 from moesaic.routing.stats import busiest_share, dead_experts, load_entropy
 from moesaic.training.planning import PEAK_FLOPS
 from moesaic.training.recipe import Precision

@@ -3,9 +3,9 @@
 from typing import Any
 
 from moesaic.common.errors import MoesaicError
+from moesaic.common.layer_ranges import parse_layers
 from moesaic.modeling.names import class_names
 from moesaic.training.recipe import MoEShape, ScratchModel
-from moesaic.upcycling.layer_ranges import parse_layers
 
 
 def scratch_config(model: ScratchModel) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from moesaic.families.counting import Shapes
+from moesaic.families.counting import Shapes, config_shapes
 from moesaic.families.dense_table import FAMILIES
-from moesaic.families.shapes import MOE_PREFIX, config_shapes
+from moesaic.families.family import MOE_PREFIX
 from moesaic.training.recipe import ScratchModel
 from moesaic.training.scratch import scratch_config
 

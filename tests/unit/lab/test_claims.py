@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from moesaic.expansion.measures import Interval
+from moesaic.common.intervals import Interval
 from moesaic.lab.claims import CLAIMS, claims_table
 from moesaic.lab.claims.claim import Claim, combine, less, smallest, verdict, within
 from moesaic.lab.plan import Plan, Step

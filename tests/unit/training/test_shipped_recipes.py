@@ -7,9 +7,9 @@ import pytest
 
 from moesaic.checkpoint.layout import OutputTensor, plan_files
 from moesaic.common.yaml_text import parse_yaml
-from moesaic.families.shapes import config_shapes
+from moesaic.families.counting import config_shapes
 from moesaic.modeling.names import class_names
-from moesaic.planning import plan
+from moesaic.planning.run import plan
 from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.training.api import load_train_recipe
 from moesaic.training.planning import PEAK_FLOPS, TrainPlan

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from moesaic.expansion.measures import Interval, mean_interval
+from moesaic.common.intervals import Interval, mean_interval
 from moesaic.lab.rows import Row
 from moesaic.lab.tables import seed_values
 

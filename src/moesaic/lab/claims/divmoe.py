@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from moesaic.expansion.measures import Interval
+from moesaic.common.intervals import Interval
 from moesaic.lab.claims.claim import Claim, combine, less, smallest, within
 from moesaic.lab.rows import Row
 from moesaic.lab.tables import label_values, where

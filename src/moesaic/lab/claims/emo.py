@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from moesaic.expansion.measures import Interval
+from moesaic.common.intervals import Interval
 from moesaic.lab.claims.claim import Claim, combine, less, within
 from moesaic.lab.experiments.emo_tables import nearest_to_5, router_on_5
 from moesaic.lab.rows import Row

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from moesaic.expansion.measures import Interval
+from moesaic.common.intervals import Interval
 from moesaic.lab.claims.claim import Claim, combine, less, within
 from moesaic.lab.rows import Row
 from moesaic.lab.tables import label_values, where

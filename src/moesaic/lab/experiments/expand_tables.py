@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from moesaic.common.intervals import GapClosure, Interval, gap_closure
 from moesaic.expansion.costs import cpt_of_share, saving
-from moesaic.expansion.measures import GapClosure, Interval, gap_closure
 from moesaic.lab.rows import Row
 from moesaic.lab.tables import Table, difference, interval_of, label_values, seed_values, show, where
 
