@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from moesaic.analysis.inspection import Document, ExpertCard, Inspection, Reader, Statistics
+from moesaic.checkpoint.headers import load_json
 from moesaic.checkpoint.pio import explained
-from moesaic.checkpoint.source import load_json
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe, recipe_values
 

@@ -14,8 +14,9 @@ from moesaic.analysis.inspection import DataFacts, DomainFacts, Inspection, Mode
 from moesaic.analysis.records import Entries, data_name
 from moesaic.analysis.request import InspectRequest, parse_count
 from moesaic.analysis.terminal import visible
+from moesaic.checkpoint.headers import VOCABULARY_FILES
 from moesaic.checkpoint.output import check_target, output_folder, require_disk
-from moesaic.checkpoint.provenance import VOCABULARY_FILES, side_files, versions
+from moesaic.checkpoint.record import side_files, versions
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import amount

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.pio import explained
-from moesaic.checkpoint.provenance import PROVENANCE_FILE, read_provenance
+from moesaic.checkpoint.record import PROVENANCE_FILE, read_provenance
 from moesaic.common.errors import MoesaicError
 from moesaic.evaluation.results import read_results
 

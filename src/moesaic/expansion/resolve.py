@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from moesaic.checkpoint.layout import parse_size
-from moesaic.checkpoint.provenance import read_provenance
+from moesaic.checkpoint.record import read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common import seeds
 from moesaic.common.errors import MoesaicError

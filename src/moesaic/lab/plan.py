@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moesaic.checkpoint.headers import load_json
 from moesaic.checkpoint.pio import explained, write_file
-from moesaic.checkpoint.source import load_json
 from moesaic.common.errors import MoesaicError
 
 PLAN_FILE = "plan.json"

@@ -23,8 +23,8 @@ from transformers import PreTrainedConfig
 from moesaic.checkpoint.layout import OutputTensor, plan_files
 from moesaic.checkpoint.output import require_disk
 from moesaic.checkpoint.pio import explained
-from moesaic.checkpoint.provenance import write_provenance
 from moesaic.checkpoint.reader import DTYPE_CODES
+from moesaic.checkpoint.record import write_provenance
 from moesaic.checkpoint.rewrite import rewrite
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedConfig
 
+from moesaic.checkpoint.headers import load_json
 from moesaic.checkpoint.pio import explained, sync_path
-from moesaic.checkpoint.source import load_json
 from moesaic.common.errors import MoesaicError
 from moesaic.training.folder import RUN_FILE, UNFINISHED, list_states
 from moesaic.training.parallel import World
