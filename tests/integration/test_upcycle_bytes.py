@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from moesaic.upcycling.sources import MemorySources
 from safetensors.torch import load_file
 
 from moesaic.families.experts import ExpertWeights
