@@ -1,86 +1,88 @@
 """The verb `generate`: continue texts with a model."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from moesaic.common.errors import MoesaicError
+from moesaic.common.verbs import verb
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-Prompt = TypeVar("Prompt", str, list[str])
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRecipe:
+    """What to continue, and how."""
+
+    checkpoint: str
+    """Folder, or hub id org/name[@revision], with a tokenizer."""
+    prompt: str | tuple[str, ...]
+    """A text to continue, as it is (no chat template is applied); several may be given."""
+    max_new_tokens: int = 64
+    """Most tokens to add; the model's end-of-text token ends it earlier."""
+    temperature: float = 0.0
+    """0 takes the likeliest token every time; above, tokens are drawn from softmax(logits / temperature)."""
+    selection: str | None = None
+    """Use only the experts that this file of `moesaic select` keeps."""
+    batch_size: int = 1
+    """Prompts that the model continues at once. At temperature 0 it changes nothing but rounding; above, the draws
+    depend on it."""
+    device: str | None = None
+    """Where the model runs, such as cpu, cuda or cuda:1. Default: cuda if there is one, else cpu."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type that the model runs in; auto is the checkpoint's."""
+    seed: int = 0
+    """Seed of the drawing."""
 
 
-def generate(
-    checkpoint: str | Path,
-    prompt: Prompt,
-    *,
-    max_new_tokens: int = 64,
-    temperature: float = 0.0,
-    batch_size: int = 1,
-    device: str | None = None,
-    dtype: str = "auto",
-    seed: int = 0,
-    stream: bool = False,
-    selection: str | Path | None = None,
-) -> Prompt:
+@verb(GenerateRecipe, positional=("checkpoint", "prompt"))
+def generate(recipe: GenerateRecipe, *, stream: bool = False) -> str | list[str]:
     """Continue one text or several with a model, dense or MoE, and return what was added (to each).
 
     Args:
-        checkpoint: folder, or hub id `org/name[@revision]`, with a tokenizer.
-        prompt: the text to continue, as it is (no chat template is applied), or several of them.
-        max_new_tokens: most tokens to add; the model's end-of-text token ends it earlier.
-        temperature: 0 takes the likeliest token every time; above, tokens are drawn from softmax(logits / temperature).
-        batch_size: prompts that the model continues at once. At temperature 0 it changes nothing but rounding; above,
-            the draws depend on it.
-        device: such as `cpu` or `cuda:1`. Default: cuda if there is one, else cpu.
-        dtype: float32, bfloat16, float16, or auto for the checkpoint's.
-        seed: of the drawing.
-        stream: print prompt and text on stdout while it is made; for a single prompt only.
-        selection: file of `select`: only its experts are used.
+        stream: Print prompt and text on stdout while it is made; for a single prompt only.
 
     Raises:
         MoesaicError: the checkpoint has no model or tokenizer that can be used, or an argument is out of range.
     """
-    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    _check_arguments(prompts, max_new_tokens=max_new_tokens, temperature=temperature, batch_size=batch_size)
+    prompts = [recipe.prompt] if isinstance(recipe.prompt, str) else list(recipe.prompt)
+    _check_arguments(recipe, prompts)
 
     import torch
     from transformers import TextStreamer
 
     from moesaic.loading import load, load_tokenizer
 
+    checkpoint = recipe.checkpoint
     tokenizer: Any = load_tokenizer(checkpoint)
     encoded = [list(tokenizer(text)["input_ids"]) for text in prompts]
     _refuse_empty(encoded)  # before the model is loaded
-    model: Any = load(checkpoint, device=device, dtype=dtype)
-    if selection is not None:
-        _restrict(model, checkpoint, selection)
+    model: Any = load(checkpoint, device=recipe.device, dtype=recipe.dtype)
+    if recipe.selection is not None:
+        _restrict(model, checkpoint, recipe.selection)
     for ids in encoded:
-        _check_tokens(ids, model.config.get_text_config().vocab_size, str(checkpoint))
-    model.generation_config = _settings(model, max_new_tokens, temperature)
+        _check_tokens(ids, model.config.get_text_config().vocab_size, checkpoint)
+    model.generation_config = _settings(model, recipe.max_new_tokens, recipe.temperature)
     streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream and len(prompts) == 1 else None
     texts: list[str] = []
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        for start in range(0, len(encoded), batch_size):
-            batch = encoded[start : start + batch_size]
+        torch.manual_seed(recipe.seed)
+        for start in range(0, len(encoded), recipe.batch_size):
+            batch = encoded[start : start + recipe.batch_size]
             added = _continue(model, batch, streamer)
             texts += [_added_text(tokenizer, *ids) for ids in zip(batch, added, strict=True)]
-    if isinstance(prompt, str):
-        return texts[0]
-    return texts
+    return texts[0] if isinstance(recipe.prompt, str) else texts
 
 
-def _check_arguments(prompts: list[str], *, max_new_tokens: int, temperature: float, batch_size: int) -> None:
+def _check_arguments(recipe: GenerateRecipe, prompts: list[str]) -> None:
     if not prompts:
         raise MoesaicError("PROMPT: none is given; give at least one text to continue")
-    for flag, value in (("--max-new-tokens", max_new_tokens), ("--batch-size", batch_size)):
+    for flag, value in (("--max-new-tokens", recipe.max_new_tokens), ("--batch-size", recipe.batch_size)):
         if value < 1:
             raise MoesaicError(f"{flag}: must be at least 1, got {value}")
-    if not 0.0 <= temperature < float("inf"):
-        raise MoesaicError(f"--temperature: must be 0 or more, got {temperature}")
+    if not recipe.temperature >= 0:
+        raise MoesaicError(f"--temperature: must be 0 or more, got {recipe.temperature}")
 
 
 def _settings(model: Any, max_new_tokens: int, temperature: float) -> "GenerationConfig":
@@ -127,7 +129,7 @@ def _added_text(tokenizer: Any, prompt: list[int], added: list[int]) -> str:
     return tokenizer.decode(prompt + added, skip_special_tokens=True).removeprefix(before)
 
 
-def _restrict(model: Any, checkpoint: str | Path, file: str | Path) -> None:
+def _restrict(model: Any, checkpoint: str, file: str) -> None:
     """Let the model use the experts of a selection that was made for this checkpoint."""
     from moesaic.checkpoint.source import open_checkpoint
     from moesaic.families.identity import describe, refuse_other_model
@@ -137,7 +139,7 @@ def _restrict(model: Any, checkpoint: str | Path, file: str | Path) -> None:
 
     selection = load_selection(file)
     opened = open_checkpoint(checkpoint)
-    refuse_other_model(selection.source, describe(opened, detect_running(opened)), str(file))
+    refuse_other_model(selection.source, describe(opened, detect_running(opened)), file)
     restrict(model, selection)
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -475,3 +476,49 @@ def test_a_result_that_cannot_be_printed_leaves_the_target(dense, tmp_path, as_j
     assert "error: standard output cannot be written" in done.stderr
     assert "moe:" not in done.stderr
     assert (out / "moesaic.json").exists()
+
+
+# --- commands of other packages --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """A package with a command of its own, on the path and with its entry point."""
+    (tmp_path / "made_up_plugin.py").write_text(
+        "from cyclopts import App\n"
+        "from moesaic.cli.options import Json\n"
+        "from moesaic.cli.output import print_result\n"
+        "app = App(name='made-up', help='Do what nobody needs.')\n"
+        "@app.command\n"
+        "def twice(number: int, /, *, json: Json = False) -> None:\n"
+        "    print_result([str(2 * number)], {'twice': 2 * number}, as_json=json)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("made_up_plugin", None)
+    entry = EntryPoint(name="made-up", value="made_up_plugin:app", group="moesaic.commands")
+    monkeypatch.setattr(cli, "entry_points", lambda group: [entry] if group == "moesaic.commands" else [])
+    yield
+    del cli.app["made-up"]
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_plugin_s_command_works_like_ours(call, refusal):
+    assert call("made-up", "twice", "4") == (0, "8\n", "")
+    assert json.loads(call("made-up", "twice", "4", "--json")[1]) == {"twice": 8}
+    assert refusal("made-up", "twice", "four").startswith('Invalid value for NUMBER: unable to convert "four" into int')
+    assert "Do what nobody needs." in call("--help")[1]
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_plugin_is_imported_only_where_it_is_used(call):
+    cli.mount_plugins()
+    assert call("recipes", "list")[0] == 0
+    assert "made_up_plugin" not in sys.modules
+
+
+def test_a_lab_that_is_not_installed_is_one_line(refusal, monkeypatch):
+    monkeypatch.setattr(cli, "entry_points", lambda group: [])
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    for line in ("lab", "lab list", "lab run x y --jobs 2", "lab --help"):
+        assert refusal(*line.split()) == "lab: is a package of its own; pip install moesaic-lab"
+    del cli.app["lab"]

@@ -198,7 +198,7 @@ def test_streaming_prints_prompt_and_text(checkpoint, capsys):
     [
         ({"max_new_tokens": 0}, "--max-new-tokens: must be at least 1, got 0"),
         ({"temperature": -0.5}, "--temperature: must be 0 or more, got -0.5"),
-        ({"temperature": float("nan")}, "--temperature: must be 0 or more, got nan"),
+        ({"temperature": float("nan")}, "generate(): temperature: expected a finite number, got nan"),
     ],
 )
 def test_arguments_out_of_range(keywords, message):

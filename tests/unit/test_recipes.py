@@ -1,11 +1,13 @@
 """The recipes inside the package: each loads, fits together, and can be found by name."""
 
+from pathlib import Path
+
 import pytest
 
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import dump_recipe, load_recipe
 from moesaic.common.yaml_text import parse_yaml
-from moesaic.recipes import read_recipe, shipped_recipes
+from moesaic.recipes import read_recipe, recipe_source, shipped_recipes
 from moesaic.upcycling.choices import choose
 from moesaic.upcycling.methods import METHODS
 from moesaic.upcycling.recipe import UpcycleRecipe
@@ -38,3 +40,9 @@ def test_names():
     assert read_recipe("laptop-smollm2") == read_recipe("upcycle/laptop-smollm2")
     with pytest.raises(MoesaicError, match="did you mean 'upcycle/laptop-smollm2'"):
         read_recipe("upcycle/laptop-smolm2")
+
+
+def test_a_name_or_a_file_is_where_a_recipe_is_read(tmp_path):
+    name = shipped_recipes()[0].name
+    assert recipe_source(name) == parse_yaml(read_recipe(name), name)
+    assert recipe_source("none.yaml") == Path("none.yaml")

@@ -14,20 +14,13 @@ from cyclopts.exceptions import CycloptsError, UnknownOptionError, UnusedCliToke
 from moesaic import __version__
 from moesaic.cli import (
     compare,
-    evaluate,
     export,
-    extract,
-    families,
-    generate,
     inspect,
-    merge_back,
     plan,
-    recipes,
     report,
-    select,
-    train,
     verify,
 )
+from moesaic.cli.listings import FAMILIES_HELP, families, recipes
 from moesaic.cli.output import discard_stdout, flush, print_error
 from moesaic.cli.verbs import COMMANDS
 from moesaic.common.errors import MoesaicError
@@ -50,27 +43,21 @@ for _name, _command in COMMANDS.items():
     app.command(
         f"moesaic.cli.verbs:{_name}",
         name=_name,
-        help=_command.about,
+        help=_command.help,
         usage=_command.usages(_name),
         help_epilogue=f"Examples:{_command.examples}",
     )
 for _module in (
-    train,
     export,
-    families,
-    select,
-    extract,
-    merge_back,
-    evaluate,
     compare,
     inspect,
     verify,
     plan,
-    generate,
     report,
 ):
     app.command(_module.command, name=_module.NAME, usage=_module.USAGE, help_epilogue=_module.EXAMPLE)
-app.command(recipes.app)
+app.command(families, name="families", **FAMILIES_HELP)
+app.command(recipes)
 
 
 def mount_plugins() -> None:

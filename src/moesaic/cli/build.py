@@ -21,12 +21,13 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import init_fields, load_recipe
 from moesaic.common.verbs import RUN_OPTIONS, field_default, field_docs, is_required
 from moesaic.common.workers import check_workers
+from moesaic.recipes import recipe_source
 
 CHECK_FAILED = 1
 _DEFAULT = re.compile(r"\s*\bDefault: (.*?)\.?$")
 _RUN_TYPES = {"overwrite": bool, "dry_run": bool, "workers": int | None, "quiet": bool, "json": bool}
 _SHARED = {
-    "config": "YAML file with keys of the same names (see `moesaic recipes list`); what else is given wins over it.",
+    "config": "YAML file, or a name from `moesaic recipes list`, with these keys; what else is given wins over it.",
     "set": "A key of the recipe, dots between names, and its value; repeatable.",
     "json": "Print one JSON document on stdout, errors included.",
     **RUN_OPTIONS,
@@ -47,6 +48,8 @@ class Option:
     help: str | None = None
     several: bool = False
     """Whether one flag takes all words up to the next."""
+    hidden: bool = False
+    """Whether the key has no flag: it is set by Python, `--config` and `--set` only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,7 @@ class Command:
     """One verb of the command line."""
 
     about: str
-    """First line: what it does."""
+    """What it does in one sentence, then paragraphs."""
     usage: str
     """Arguments of a call without `--config`; several ways in several lines."""
     examples: str
@@ -70,7 +73,7 @@ class Command:
     """Beside json and quiet."""
     options: Mapping[str, Option] = field(default_factory=dict)
     further: Mapping[str, Any] = field(default_factory=dict)
-    """Flags that no recipe has, as annotated types: for `action`."""
+    """Flags that no recipe has, as annotated types: further arguments of the run, or for `action`."""
     missing: Mapping[str, str] = field(default_factory=dict)
     """Key, or `arguments` -> what to say where it is needed and not given (`{count}`: of the arguments)."""
     action: str = "moesaic.cli.build:call_and_print"
@@ -79,6 +82,11 @@ class Command:
     """What may do a call that needs no recipe (module:name): from words and flags to a status, or None."""
     result_when_quiet: bool = False
     """Whether the result is printed in spite of --quiet."""
+
+    @property
+    def help(self) -> str:
+        """`about`, a line for each paragraph."""
+        return "\n\n".join(" ".join(paragraph.split()) for paragraph in self.about.split("\n\n"))
 
     def usages(self, name: str) -> str:
         """The ways to call it, for the head of its help."""
@@ -97,7 +105,8 @@ class Call:
     run: Mapping[str, Any]
     """The run's own options, `quiet` among them."""
     further: Mapping[str, Any]
-    config: Path | None
+    config: str | None
+    """Name of the recipe file."""
     json: bool
 
     @property
@@ -112,7 +121,7 @@ def call_and_print(call: Call) -> int:
     run = getattr(function, "run", function)
     accepted = inspect.signature(run).parameters
     target = () if call.out is None else (call.out,)
-    options = {key: value for key, value in call.run.items() if key in accepted}
+    options = {key: value for key, value in {**call.run, **call.further}.items() if key in accepted}
     return show(call, run(call.recipe, *target, **options))
 
 
@@ -121,7 +130,7 @@ def show(call: Call, result: Any) -> int:
     silent = call.quiet and not call.command.result_when_quiet
     lines = () if silent or call.json else result.lines
     document = result.to_dict() if hasattr(result, "to_dict") else result.summary
-    print_result(lines() if callable(lines) else lines, document, as_json=call.json)
+    print_result(lines if isinstance(lines, list | tuple) else lines(), document, as_json=call.json)
     return 0 if getattr(result, "ok", True) else CHECK_FAILED
 
 
@@ -134,8 +143,7 @@ def named(path: str) -> Any:
 def build(name: str, command: Command) -> Callable[..., int]:
     """The function that cyclopts reads the flags of."""
     recipe = named(command.recipe)
-    flags = _flags(command, recipe)
-    parameters = [*_places(command, recipe), *(_parameter(key, *flag) for key, flag in flags.items())]
+    parameters = [*_places(command, recipe), *(_parameter(key, *one) for key, one in flags(command, recipe).items())]
 
     def called(*words: str | None, **given: Any) -> int:
         given = {key: value for key, value in given.items() if value is not None}
@@ -156,6 +164,7 @@ def _read(name: str, command: Command, recipe: type, words: list[str], given: di
     as_json = given.pop("json", False)
     run = {key: given.pop(key, None if key == "workers" else False) for key in (*command.run_options, "quiet")}
     given |= _placed(name, command, words, recipe, has_config=config is not None)
+    config = given.pop("config", config)
     for key, message in command.missing.items():
         if key not in ("arguments", *given) and (key == "out" or (config is None and not overrides)):
             raise MoesaicError(message)
@@ -165,7 +174,8 @@ def _read(name: str, command: Command, recipe: type, words: list[str], given: di
         if option.read is not None and key in given:
             given[key] = option.read(given[key])
     spellings = {one.name: _spelling(one.name, command) for one in init_fields(recipe)}
-    made = load_recipe(recipe, {} if config is None else config, overrides, flags=given, spellings=spellings)
+    source = {} if config is None else recipe_source(config)
+    made = load_recipe(recipe, source, overrides, flags=given, spellings=spellings, name=config)
     check_workers(run.get("workers"))
     return Call(command=command, recipe=made, out=out, run=run, further=further, config=config, json=as_json)
 
@@ -213,20 +223,26 @@ def _places(command: Command, recipe: type) -> list[inspect.Parameter]:
     for key in command.arguments:
         said, default = _split(command.options.get(key, Option()).help or docs[key])
         described = Parameter(name=_spelling(key, command), help=said, show_default=default or False)
+        if _is_list(recipe, key):  # the last one, else `words` would be given
+            annotation = Annotated[str, described]
+            made.append(inspect.Parameter(f"{key}_", inspect.Parameter.VAR_POSITIONAL, annotation=annotation))
+            break
         annotation = Annotated[str | None, described]
-        made.append(inspect.Parameter(key, inspect.Parameter.POSITIONAL_ONLY, default=None, annotation=annotation))
+        made.append(
+            inspect.Parameter(f"{key}_", inspect.Parameter.POSITIONAL_ONLY, default=None, annotation=annotation)
+        )
     return made
 
 
-def _flags(command: Command, recipe: type) -> dict[str, tuple[Any, Parameter]]:
+def flags(command: Command, recipe: type) -> dict[str, tuple[Any, Parameter]]:
     """Key -> type and description of each flag, in the order of the help."""
     docs, hints = _SHARED | field_docs(recipe), typing.get_type_hints(recipe)
     made: dict[str, tuple[Any, Parameter]] = {
-        "config": (Path, Parameter(help=_SHARED["config"], metavar="RECIPE")),
+        "config": (str, Parameter(help=_SHARED["config"], metavar="RECIPE")),
     }
     for one in init_fields(recipe):
         option = command.options.get(one.name, Option())
-        read = option.type or _readable(hints[one.name])
+        read = None if option.hidden else option.type or _readable(hints[one.name])
         if one.name not in command.arguments and read is not None:
             made[one.name] = (read, _described(option, docs[one.name], field_default(one)))
     made["set"] = (tuple[str, ...], Parameter(help=_SHARED["set"], metavar="KEY=VALUE"))
@@ -265,7 +281,7 @@ def _readable(hint: Any) -> Any:
     """The type of a flag for a field's type; None where a command line cannot hold it: `--set` and the file can."""
     members = [one for one in typing.get_args(hint) if one is not types.NoneType]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return _readable(members[0]) if len(members) == 1 else str
+        return _readable(members[0]) if len(members) == 1 else str if str in members else None
     if typing.get_origin(hint) is Literal or hint in (str, int, float, bool):
         return hint
     if typing.get_origin(hint) is tuple and not any(is_dataclass(one) for one in members):
@@ -274,4 +290,5 @@ def _readable(hint: Any) -> Any:
 
 
 def _is_list(recipe: type, key: str) -> bool:
-    return typing.get_origin(typing.get_type_hints(recipe).get(key)) is tuple
+    hint = typing.get_type_hints(recipe).get(key)
+    return tuple in (typing.get_origin(one) for one in (hint, *typing.get_args(hint)))

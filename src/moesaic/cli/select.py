@@ -1,160 +1,74 @@
-"""`moesaic select`."""
+"""`moesaic select`: one selection, one for each value of a field, and what is made of two selections."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any
 
 from moesaic.checkpoint.pio import check_file
-from moesaic.cli.options import Json, Quiet, Seed
+from moesaic.cli.build import Call
 from moesaic.cli.output import print_result
 from moesaic.common.errors import MoesaicError
-from moesaic.selection.recipe import EasyEpVariant, Method
 
 if TYPE_CHECKING:
-    from moesaic.data.calibration import Calibration
     from moesaic.routing.subset import Selection
-
-NAME = "select"
-USAGE = """Usage: moesaic select CHECKPOINT OUT.json --data CALIB --keep 32|25% [OPTIONS]
-       moesaic select --union A.json B.json OUT.json
-       moesaic select --compare A.json B.json"""
-EXAMPLE = """Examples:
-  moesaic select ./moe math.json --data math.jsonl --keep 25% --examples 5
-  moesaic select ./moe both.json --stats math.stats.json --stats code.stats.json --keep 32
-  moesaic select ./moe mmlu --data mmlu.jsonl --by mmlu_category --split 0.4 --shots 5 --keep 25%
-"""
+    from moesaic.selection.recipe import SelectRecipe
 
 
-def command(
-    *paths: Annotated[
-        str,
-        Parameter(name="CHECKPOINT OUT", help="Folder or hub id, and the JSON file to write (with --by: a folder)."),
-    ],
-    keep: Annotated[
-        str | None, Parameter(help="Experts to keep in each layer: a number, or a share such as 25%.")
-    ] = None,
-    data: Annotated[
-        str | None, Parameter(help="Calibration text: .txt, .md, .jsonl or .parquet, a file or a folder of files.")
-    ] = None,
-    method: Annotated[Method, Parameter(help="How experts are scored.")] = "router",
-    easy_ep_variant: Annotated[
-        EasyEpVariant, Parameter(help="easy_ep: before the block's norm and routed output only, or EMO's way.")
-    ] = "original",
-    layerwise: Annotated[bool, Parameter(help="Score each layer with the layers before it already cut.")] = False,
-    examples: Annotated[
-        int | None, Parameter(help="Records to use, drawn by the seed; fewer are a part of more [default: all].")
-    ] = None,
-    shots: Annotated[int, Parameter(help="Other records put before each example.")] = 0,
-    template: Annotated[
-        str | None,
-        Parameter(help="Text of a record, such as 'Q: {question}\\nA: {answer_text}' [default: by its fields]."),
-    ] = None,
-    by: Annotated[
-        str | None, Parameter(help="Make one selection for each value of this field, or mmlu_category.")
-    ] = None,
-    split: Annotated[
-        float | None, Parameter(help="Use this share of the records only, such as 0.4; the rest is for evaluation.")
-    ] = None,
-    domain: Annotated[str | None, Parameter(help="Name of the data [default: from the file's name].")] = None,
-    stats: Annotated[
-        tuple[str, ...],
-        Parameter(
-            help="Statistics to use, repeatable: added within a domain, mixed over domains.",
-            metavar="FILE",
-            show_default=False,
-        ),
-    ] = (),
-    stats_out: Annotated[str | None, Parameter(help="Write the statistics of this pass here.")] = None,
-    top_k: Annotated[
-        int | None, Parameter(help="Experts that each token of the subset uses [default: as the model].")
-    ] = None,
-    max_tokens: Annotated[int, Parameter(help="First tokens of each text that are used.")] = 2048,
-    batch_size: Annotated[int, Parameter(help="Texts at once; more is faster and needs more memory.")] = 8,
-    union: Annotated[bool, Parameter(help="Write the union of two selections.")] = False,
-    compare: Annotated[bool, Parameter(help="Say how far two selections agree.")] = False,
-    seed: Seed = 0,
-    json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Score the experts of a mixture-of-experts model on calibration text and choose the ones to keep.
-
-    The model is read from disk one layer at a time, so it may be larger than memory.
-    """
+def of_selections(paths: list[str], given: Mapping[str, Any]) -> int | None:
+    """Do `--union` and `--compare`, which take files of this verb; None for a call that makes a selection."""
+    union, compare, by = (given.get(key) for key in ("union", "compare", "by"))
     if union and compare:
         raise MoesaicError("--union, --compare: give one of the two")
     if compare:
-        first, second = _paths(paths, "--compare A.json B.json")
-        _compare(first, second, json=json)
-        return
+        _compare(_paths(paths, "--compare A.json B.json"), given)
+        return 0
     if union:
-        first, second, out = _paths(paths, "--union A.json B.json OUT.json")
-        from moesaic.routing.subset import FORMAT, load_selection, save_selection
-        from moesaic.selection.select import union_selections
+        _union(_paths(paths, "--union A.json B.json OUT.json"), given)
+        return 0
+    if "config" not in given:
+        _paths(paths, "CHECKPOINT OUT")
+        if by is not None and "keep" in given and ("data" not in given or "stats" in given or "stats_out" in given):
+            raise MoesaicError(f"--by {by}: takes --data, and no --stats or --stats-out")
+    return None
 
-        check_file(out, replaces=FORMAT)
-        made = union_selections(load_selection(first), load_selection(second))
-        save_selection(made, out)
-        _print({out: made}, json=json, quiet=quiet)
-        return
-    checkpoint, out = _paths(paths, "CHECKPOINT OUT")
-    if keep is None:
-        raise MoesaicError(
-            "--keep: is needed; give the number of experts to keep in each layer, or a share such as 25%"
-        )
-    if by is not None and (data is None or stats or stats_out is not None):
-        raise MoesaicError(f"--by {by}: takes --data, and no --stats or --stats-out")
-    from moesaic.data.calibration import Calibration
+
+def select_and_print(call: Call) -> int:
+    """Make the selection or, with `--by`, one for each value of the field."""
     from moesaic.selection.select import select
 
-    def run(target: str, only: tuple[str, str] | None) -> "Selection":
-        return select(
-            checkpoint,
-            target,
-            keep=keep,
-            data=data,
-            stats=stats,
-            stats_out=stats_out,
-            method=method,
-            easy_ep_variant=easy_ep_variant,
-            layerwise=layerwise,
-            examples=examples,
-            shots=shots,
-            template=template,
-            split=split,
-            only=only,
-            domain=only[1] if only is not None and domain is None else domain,
-            top_k=top_k,
-            max_tokens=max_tokens,
-            batch_size=batch_size,
-            seed=seed,
-            quiet=quiet,
-        )
-
-    if by is None or data is None:
-        made = {out: run(out, None)}
-    else:
-        drawn = Calibration(path=data, template=template, examples=examples, shots=shots, split=split, seed=seed)
-        made = _each(run, out, drawn, by)
-    _print(made, json=json, quiet=quiet)
+    assert call.out is not None
+    recipes = {call.out: call.recipe} if "by" not in call.further else _each(call.recipe, call.out, call.further["by"])
+    made = {out: select.run(recipe, out, quiet=call.quiet) for out, recipe in recipes.items()}
+    _print(made, json=call.json, quiet=call.quiet)
+    return 0
 
 
-def _each(
-    run: "Callable[[str, tuple[str, str] | None], Selection]", out: str, drawn: "Calibration", by: str
-) -> "dict[str, Selection]":
-    """One selection for each value of a field: file -> selection. All that can be refused is, before the first."""
-    from moesaic.data.calibration import calibration_texts, categories
+def _each(recipe: "SelectRecipe", out: str, by: str) -> dict[str, "SelectRecipe"]:
+    """File -> recipe, for each value of a field. All that can be refused is, before the first is run."""
+    from moesaic.data.calibration import Calibration, calibration_texts, categories
     from moesaic.routing.subset import FORMAT
 
-    targets = {value: str(Path(out) / f"{_file_name(value)}.json") for value in categories(drawn.path, by)}
+    if recipe.data is None or recipe.stats or recipe.stats_out is not None:
+        raise MoesaicError(f"--by {by}: takes --data, and no --stats or --stats-out")
+    drawn = Calibration(
+        path=recipe.data,
+        template=recipe.template,
+        examples=recipe.examples,
+        shots=recipe.shots,
+        split=recipe.split,
+        seed=recipe.seed,
+    )
+    targets = {value: str(Path(out) / f"{_file_name(value)}.json") for value in categories(recipe.data, by)}
     if len(set(targets.values())) < len(targets):
         raise MoesaicError(f"--by {by}: two of its values give the same file name; use another field")
     for value, target in targets.items():
         check_file(target, replaces=FORMAT)
         calibration_texts(replace(drawn, only=(by, value)))
-    return {target: run(target, (by, value)) for value, target in targets.items()}
+    return {
+        target: replace(recipe, only=(by, value), domain=value if recipe.domain is None else recipe.domain)
+        for value, target in targets.items()
+    }
 
 
 def _file_name(value: str) -> str:
@@ -162,26 +76,36 @@ def _file_name(value: str) -> str:
     return kept.lstrip(".") or "_"
 
 
-def _paths(paths: tuple[str, ...], expected: str) -> tuple[str, ...]:
-    names = expected.split()
-    wanted = [name for name in names if not name.startswith("--")]
+def _paths(paths: list[str], expected: str) -> list[str]:
+    wanted = [name for name in expected.split() if not name.startswith("--")]
     if len(paths) != len(wanted):
         raise MoesaicError(f"select: expected {expected}, got {len(paths)} paths")
     return paths
 
 
-def _compare(first: str, second: str, *, json: bool) -> None:
+def _compare(files: list[str], given: Mapping[str, Any]) -> None:
     from moesaic.routing.subset import load_selection
     from moesaic.selection.select import compare_selections
 
-    rows = compare_selections(load_selection(first), load_selection(second))
+    rows = compare_selections(*map(load_selection, files))
     mean = sum(row["overlap"] for row in rows) / len(rows)
     lines = [
         f"layer {row['layer']}: {row['common']} in common of {row['kept'][0]} and {row['kept'][1]}, "
         f"overlap {row['overlap']:.3f}"
         for row in rows
     ]
-    print_result([*lines, f"mean overlap {mean:.3f}"], {"layers": rows, "mean_overlap": mean}, as_json=json)
+    print_result([*lines, f"mean overlap {mean:.3f}"], {"layers": rows, "mean_overlap": mean}, as_json="json" in given)
+
+
+def _union(files: list[str], given: Mapping[str, Any]) -> None:
+    from moesaic.routing.subset import FORMAT, load_selection, save_selection
+    from moesaic.selection.select import union_selections
+
+    *parts, out = files
+    check_file(out, replaces=FORMAT)
+    made = union_selections(*map(load_selection, parts))
+    save_selection(made, out)
+    _print({out: made}, json="json" in given, quiet="quiet" in given)
 
 
 def _print(made: "dict[str, Selection]", *, json: bool, quiet: bool) -> None:

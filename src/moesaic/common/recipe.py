@@ -64,7 +64,7 @@ def load_recipe(
 
     `overrides` are `a.b.c=value` texts (the arguments of `--set`); the value is YAML, a number as key is a list index.
     `flags` are values of command line options by top-level key; they win over the file and over `overrides`.
-    `spellings` are the options' names by key (else `--key`); where there is no file, mistakes name these alone.
+    `spellings` are the options' names by key (else `--key`); where the source is empty, mistakes name these alone.
     `name` is what messages call the source; by default the file's name, or `recipe` for a mapping.
     Raises `MoesaicError` for unknown keys, wrong types, values that are not allowed and missing keys.
     """
@@ -72,7 +72,7 @@ def load_recipe(
     name = name or ("recipe" if is_mapping else str(source))
     values = _copy_containers(dict(source)) if is_mapping else read_yaml(Path(source))
     spelled = {key: f"--{key.replace('_', '-')}" for key in flags or {}} | dict(spellings or {})
-    origins = dict(spelled) if is_mapping and spellings else {}
+    origins = {} if source else dict(spelled)
     for override in overrides:
         origins[apply_override(values, override)] = _SET
     for key, value in (flags or {}).items():

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
 
 from moesaic.common.errors import MoesaicError, suggest
+from moesaic.common.yaml_text import parse_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,13 @@ def read_recipe(name: str) -> str:
         hint = near if near.startswith("did") else "`moesaic recipes list` shows all"
         raise MoesaicError(f"{name}: no such recipe; {hint}")
     return file.read_text(encoding="utf-8")
+
+
+def recipe_source(reference: str) -> Path | dict[str, Any]:
+    """What `load_recipe` reads for the name of a file, or of a recipe inside the package."""
+    if not Path(reference).exists() and reference in _files():
+        return parse_yaml(read_recipe(reference), reference)
+    return Path(reference)
 
 
 def _files() -> dict[str, Traversable]:

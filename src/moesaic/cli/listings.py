@@ -1,24 +1,26 @@
-"""`moesaic families`."""
+"""What the package has, listed: `moesaic families` and `moesaic recipes`."""
 
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 
-from moesaic.cli.options import Json
+from moesaic.cli.options import Json, Quiet
 from moesaic.cli.output import print_result
 from moesaic.common.errors import MoesaicError, suggest
-from moesaic.families.family import COLUMNS, YES, MoEFamily
-from moesaic.families.moe_table import support
+from moesaic.common.recipe import recipe_values
+from moesaic.families.support import COLUMNS, YES, FamilySupport, support
+from moesaic.recipes import read_recipe, shipped_recipes
 
-NAME = "families"
-USAGE = "Usage: moesaic families [FAMILY] [OPTIONS]"
-EXAMPLE = """Examples:
+FAMILIES_HELP = {
+    "usage": "Usage: moesaic families [FAMILY] [OPTIONS]",
+    "help_epilogue": """Examples:
   moesaic families
   moesaic families qwen3_moe
-"""
+""",
+}
 
 
-def command(
+def families(
     family: Annotated[
         str | None, Parameter(help="A model_type, for its cells in full [default: all families].")
     ] = None,
@@ -37,7 +39,7 @@ def command(
     print_result(lines, {"columns": list(COLUMNS), "families": [row.to_json() for row in rows]}, as_json=json)
 
 
-def _find(family: str, rows: tuple[MoEFamily, ...]) -> MoEFamily:
+def _find(family: str, rows: tuple[FamilySupport, ...]) -> FamilySupport:
     name = "moesaic_*" if family.startswith("moesaic_") else family
     for row in rows:
         if row.model_type == name:
@@ -45,7 +47,7 @@ def _find(family: str, rows: tuple[MoEFamily, ...]) -> MoEFamily:
     raise MoesaicError(f"{family}: not a family known here; {suggest(family, [row.model_type for row in rows])}")
 
 
-def _table(rows: tuple[MoEFamily, ...]) -> list[str]:
+def _table(rows: tuple[FamilySupport, ...]) -> list[str]:
     """One line per family; what is not a plain yes has a number, explained below."""
     reasons: dict[str, int] = {}
     width = max(len(row.model_type) for row in rows)
@@ -60,7 +62,41 @@ def _table(rows: tuple[MoEFamily, ...]) -> list[str]:
     return [*lines, "", *(f"[{number}] {reason}" for reason, number in reasons.items())]
 
 
-def _details(row: MoEFamily) -> list[str]:
+def _details(row: FamilySupport) -> list[str]:
     notes = [f"({row.notes})"] if row.notes else []
     width = max(map(len, COLUMNS))
     return [f"{row.model_type}: {row.about}", *notes, *(f"{c.ljust(width)}  {row.cells[c]}" for c in COLUMNS)]
+
+
+recipes = App(
+    name="recipes",
+    help="Show the recipes that come with the package.",
+    help_format="plaintext",
+    help_epilogue="""Examples:
+  moesaic recipes list
+  moesaic recipes show upcycle/divmoe-qwen3-4b > recipe.yaml
+""",
+)
+
+
+@recipes.command(name="list", usage="Usage: moesaic recipes list [OPTIONS]")
+def list_recipes(*, json: Json = False, quiet: Quiet = False) -> None:  # noqa: ARG001 (every verb takes quiet)
+    """List name, verb and a description of every recipe."""
+    shipped = shipped_recipes()
+    width = max(len(recipe.name) for recipe in shipped)
+    lines = [f"{recipe.name:<{width}}  {recipe.verb:<7}  {recipe.description}" for recipe in shipped]
+    document = {"recipes": [recipe_values(recipe) for recipe in shipped]}
+    print_result(lines, document, as_json=json)
+
+
+@recipes.command(name="show", usage="Usage: moesaic recipes show NAME [OPTIONS]")
+def show_recipe(
+    name: Annotated[str, Parameter(help="A name from `moesaic recipes list`.")],
+    /,
+    *,
+    json: Json = False,
+    quiet: Quiet = False,  # noqa: ARG001 (every verb takes it)
+) -> None:
+    """Print a recipe's YAML file, to be saved, edited and given to --config."""
+    text = read_recipe(name)
+    print_result([text.rstrip("\n")], {"name": name, "yaml": text}, as_json=json)
