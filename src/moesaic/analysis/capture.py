@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -117,8 +117,7 @@ def open_tokens(path: Path) -> Iterator[TokenFile]:
         yield TokenFile(path, raw.fileno(), offset, shape, dtype)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Capture:
+class Capture(NamedTuple):
     """The open files of a capture."""
 
     logits: TokenFile
@@ -149,31 +148,29 @@ def capture(
         np.save(folder / "starts.npy", sample.start_D1)
     rows = (sample.tokens, len(shape.layers))
     with ExitStack() as stack:
-        logits, ids, weights = (
+        files = [
             stack.enter_context(create_tokens(folder / name, (*rows, width), np.dtype(dtype)))
             for name, width, dtype in (
                 ("logits.npy", shape.experts, np.float16),
                 ("ids.npy", shape.active, shape.id_dtype),
                 ("weights.npy", shape.active, np.float16),
             )
-        )
-        files = Capture(logits=logits, ids=ids, weights=weights)
+        ]
         with progress(sample.tokens, unit="tokens", label="running the model", quiet=quiet) as tick:
             for documents, sequences in batches(sample, batch_size):
                 taken = run_batch(model, sequences, shape)
-                _write(files, taken, sample, documents)
-                tick(sum(len(sample.documents[document].ids) for document in documents))
+                for row, document in enumerate(documents):
+                    start, stop = map(int, sample.start_D1[document : document + 2])
+                    for file, values in zip(files, taken, strict=True):
+                        file.write(start, values[row, : stop - start])
+                    tick(stop - start)
 
 
 @contextmanager
 def open_capture(folder: Path) -> Iterator[Capture]:
     """Open what `capture` wrote."""
-    with (
-        open_tokens(folder / "logits.npy") as logits,
-        open_tokens(folder / "ids.npy") as ids,
-        open_tokens(folder / "weights.npy") as weights,
-    ):
-        yield Capture(logits=logits, ids=ids, weights=weights)
+    with ExitStack() as stack:
+        yield Capture(*(stack.enter_context(open_tokens(folder / f"{name}.npy")) for name in Capture._fields))
 
 
 def batches(sample: Sample, size: int) -> Iterator[tuple[list[int], Tensor]]:
@@ -225,13 +222,6 @@ def _watched(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
         for block in find_blocks(model):
             stack.callback(block.router.register_forward_hook(keep).remove)
         yield outputs
-
-
-def _write(files: Capture, taken: tuple[np.ndarray, ...], sample: Sample, documents: Sequence[int]) -> None:
-    for file, values in zip((files.logits, files.ids, files.weights), taken, strict=True):
-        for row, document in enumerate(documents):
-            start, stop = sample.start_D1[document], sample.start_D1[document + 1]
-            file.write(int(start), values[row, : stop - start])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,8 +58,6 @@ class Text:
     """As much of the document's text as the tokens cover."""
     stops: np.ndarray
     """Where each token ends in the text; -1 for a special token that is not in it."""
-    length: int
-    """Tokens of the whole document."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -211,7 +209,6 @@ def _text(
         ids=np.array(ids[:most], dtype=np.uint32),
         text=entry.text[: max(0, int(stops.max()))],
         stops=stops.astype(np.int32),
-        length=len(ids),
     )
 
 
@@ -305,15 +302,12 @@ class Entries:
         for record in records:
             if from_field is None:
                 from_field = has_fields and (self._asked is not None or field in record.fields)
-                self._tell(name, field, from_field)
+                if from_field:
+                    self.domain_field = field
+                else:
+                    notice(f"{name}: has no field {field!r}; the domain is {domain_of(name)!r}", quiet=self._quiet)
             domain = _domain(record, field) if from_field else domain_of(name)
             yield Entry(_text_of(record), domain, record.where)
-
-    def _tell(self, name: str, field: str, from_field: bool) -> None:
-        if from_field:
-            self.domain_field = field
-        else:
-            notice(f"{name}: has no field {field!r}; the domain is {domain_of(name)!r}", quiet=self._quiet)
 
 
 def _domain(record: Record, field: str) -> str:
