@@ -20,6 +20,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice, progress
 from moesaic.data.files import PREFIX, Record, find_files, read_hub, read_records, resolve_hub
 from moesaic.data.recipe import SourceRecipe
+from moesaic.data.tokenise import in_batches
 from moesaic.selection.calibration import domain_of, render
 
 DOMAIN_FIELD = "domain"
@@ -108,9 +109,13 @@ def draw_sample(
     if not tokenizer.is_fast:
         raise MoesaicError(f"{tokenizer.name_or_path}: not a fast tokenizer; a tokenizer.json is needed")
     draw = _Draw(tokenizer, recipe)
-    for batch in _batches(entries, draw, recipe.seed):
+    placed = ((seeds.order("document", recipe.seed, number), entry) for number, entry in enumerate(entries))
+    wanted = (one for one in placed if draw.wants(one[0]))
+    for batch in in_batches(
+        wanted, lambda one: len(one[1].text), most_size=_BATCH_CHARACTERS, most_items=_BATCH_RECORDS
+    ):
         draw.add(batch)
-    documents = sorted(draw.documents, key=lambda text: (text.domain, text.place))
+    documents = sorted((text for _, _, text in draw.heap), key=lambda text: (text.domain, text.place))
     if not documents:
         raise MoesaicError(_nothing(draw, recipe, name))
     largest = max(int(text.ids.max()) for text in documents)
@@ -147,16 +152,12 @@ class _Draw:
         self._tokenizer = tokenizer
         self._recipe = recipe
         self._most_tokens = recipe.most_tokens
-        self._heap: list[tuple[int, int, Text]] = []
+        self.heap: list[tuple[int, int, Text]] = []
         self._tokens = 0
         self._limit = 1 << 64
         self.records = self.too_short = self.too_long = 0
         self.smallest: int | None = None
         """Tokens of the smallest document that was looked at and fits."""
-
-    @property
-    def documents(self) -> list[Text]:
-        return [text for _, _, text in self._heap]
 
     def wants(self, place: int) -> bool:
         """Whether a document at this place may still be in the sample; counts the record."""
@@ -179,10 +180,10 @@ class _Draw:
             return
         size = len(text.ids)
         self.smallest = size if self.smallest is None else min(self.smallest, size)
-        heapq.heappush(self._heap, (-text.place, len(self._heap), text))
+        heapq.heappush(self.heap, (-text.place, len(self.heap), text))
         self._tokens += size
         while self._tokens > self._most_tokens:
-            _, _, last = heapq.heappop(self._heap)
+            _, _, last = heapq.heappop(self.heap)
             self._tokens -= len(last.ids)
             self._limit = last.place
 
@@ -223,21 +224,6 @@ def token_strings(text: Text, special_token: Any) -> list[str]:
         pieces.append(special_token(token) if stop < 0 else text.text[start:stop])
         start = max(start, stop)
     return pieces
-
-
-def _batches(entries: Iterable[Entry], draw: _Draw, seed: int) -> Iterator[list[tuple[int, Entry]]]:
-    batch: list[tuple[int, Entry]] = []
-    size = 0
-    for number, entry in enumerate(entries):
-        place = seeds.order("document", seed, number)
-        if draw.wants(place):
-            batch.append((place, entry))
-            size += len(entry.text)
-        if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_RECORDS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
