@@ -27,6 +27,7 @@ from moesaic.selection.measure import Scoring
 SILHOUETTE_TOKENS = 10_000
 VARIANCE = 0.95
 SAMPLE_ROWS = 20_000
+"""Starts are tried on so many: about 600 for each of 32 clusters, which is enough to tell a bad start."""
 RESTARTS = 3
 MOST_ITERATIONS = 50
 TOLERANCE = 1e-5
@@ -94,14 +95,8 @@ def cluster_tokens(
 ) -> TokenClusters | str:
     """Cluster the tokens of a capture; where that cannot be done, the reason.
 
-    Args:
-        capture: the routers' logits.
-        scoring: what turns them into probabilities.
-        mean_F: mean of the features over all tokens.
-        scratch: a file to make and remove: 4 bytes per token and component.
-        clusters: their number.
-        seed: of the starts and of the silhouette's sample.
-        quiet: print no progress.
+    `mean_F` is the mean of the features over all tokens, `scratch` a file to make and remove (4 bytes per token and
+    component); the seed is that of the starts and of the silhouette's sample.
     """
     tokens, layers, experts = capture.logits.shape
     if tokens < clusters:
