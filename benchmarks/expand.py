@@ -51,7 +51,7 @@ def random_batches() -> list[Any]:
     """Packed batches of one document a row."""
     import torch
 
-    from moesaic.data.batch import PackedBatch
+    from moesaic.data.packing import PackedBatch
 
     generator = torch.Generator().manual_seed(0)
     shape = (SEQUENCES, LENGTH)

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import moesaic
 from moesaic.common.recipe import load_recipe
-from moesaic.data.prepare import prepare
-from moesaic.data.validation import validation_sets
+from moesaic.data.dataset import validation_sets
+from moesaic.data.tokenise import prepare
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.run import train
 from moesaic.training.state import list_states

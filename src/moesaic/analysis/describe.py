@@ -1,24 +1,20 @@
-"""What clusters and experts are about: documents, tokens near the centre, token strings, experts used together.
+"""What clusters and experts are about: documents, tokens near the centre, token strings, experts used together; and
+documents to read, with the routing of every token.
 
-Letters: T tokens, D documents, N domains, C clusters, L MoE layers, E experts, V frequent token strings.
+Letters: T tokens, D documents, R tokens of the reader, N domains, C clusters, L MoE layers, E experts, K active, V
+frequent token strings.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from moesaic.analysis.clusters import (
-    TokenClusters,
-    concentration,
-    document_table,
-    mutual_information,
-    purity,
-    string_counts,
-)
-from moesaic.analysis.documents import Sample, token_strings
+from moesaic.analysis.capture import Capture
+from moesaic.analysis.clusters import TokenClusters, concentration, cross_table, mutual_information, purity
+from moesaic.analysis.documents import Sample, Vocabulary, token_strings
 from moesaic.analysis.inspection import (
     CentralToken,
     Cluster,
@@ -28,18 +24,18 @@ from moesaic.analysis.inspection import (
     ExpertCard,
     FirstToken,
     RankedDocument,
+    Reader,
+    Share,
 )
 from moesaic.analysis.measure import Measured
-from moesaic.analysis.vocabulary import Vocabulary, characteristic
 
 RANKED_DOCUMENTS = 10
 NEAREST_TOKENS = 12
 TOKEN_STRINGS = 10
 CO_EXPERTS = 5
+READER_TOKENS = 25_000
 _CONTEXT_TOKENS = 8
 _OPENING_CHARACTERS = 100
-
-Strings = Callable[[int], str]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,21 +44,21 @@ class Source:
 
     sample: Sample
     vocabulary: Vocabulary
-    string: Strings
+    string: Callable[[int], str]
     """Token id -> text."""
 
 
 def describe_clusters(source: Source, found: TokenClusters, *, seed: int) -> Clustering:
     """The clusters in words and numbers."""
-    sample, clusters = source.sample, found.clusters
+    sample, vocabulary, clusters = source.sample, source.vocabulary, found.clusters
     number = len(clusters.centres_CP)
     document_T = sample.document_T
     domain_T = sample.domain_D[document_T]
-    table_DC = document_table(clusters.cluster_T, document_T, len(sample.documents), number)
-    domains_CN = document_table(domain_T, clusters.cluster_T, number, len(sample.domains))
+    table_DC = cross_table(document_T, clusters.cluster_T, len(sample.documents), number)
+    domains_CN = cross_table(clusters.cluster_T, domain_T, number, len(sample.domains))
     shuffled_T = np.random.default_rng(seed).permutation(clusters.cluster_T)
-    chance_DC = document_table(shuffled_T, document_T, len(sample.documents), number)
-    strings_VC = string_counts(clusters.cluster_T, source.vocabulary.index_T, len(source.vocabulary.ids_V), number)
+    chance_DC = cross_table(document_T, shuffled_T, len(sample.documents), number)
+    strings_VC = cross_table(vocabulary.index_T, clusters.cluster_T, len(vocabulary.ids_V) + 1, number)[:-1]
     return Clustering(
         clusters=tuple(
             Cluster(
@@ -71,13 +67,7 @@ def describe_clusters(source: Source, found: TokenClusters, *, seed: int) -> Clu
                 purity=purity(domains_CN[index : index + 1]),
                 documents=_ranked(table_DC[:, index], table_DC.sum(axis=1)),
                 nearest=_nearest(source, index, found),
-                frequent=characteristic(
-                    strings_VC[:, index],
-                    source.vocabulary,
-                    float(domains_CN[index].sum() / sample.tokens),
-                    source.string,
-                    most=TOKEN_STRINGS,
-                ),
+                frequent=characteristic(source, strings_VC[:, index], float(domains_CN[index].sum() / sample.tokens)),
             )
             for index in range(number)
         ),
@@ -130,7 +120,7 @@ def describe_documents(sample: Sample, cluster_T: Int[ndarray, " tokens"]) -> tu
     """Every document, with the cluster of most of its tokens."""
     has_clusters = bool(cluster_T.min() >= 0)
     number = int(cluster_T.max()) + 1 if has_clusters else 1
-    table_DC = document_table(cluster_T.clip(min=0), sample.document_T, len(sample.documents), number)
+    table_DC = cross_table(sample.document_T, cluster_T.clip(min=0), len(sample.documents), number)
     main_D, share_D = table_DC.argmax(axis=1), concentration(table_DC)
     return tuple(
         Document(
@@ -154,7 +144,7 @@ def describe_experts(
 ) -> tuple[ExpertCard, ...]:
     """A card for every expert of every layer."""
     tokens = source.sample.tokens
-    strings_VLE = measured.token_counts_VLE.numpy()
+    strings_VLE = measured.token_counts_VLE[:-1].numpy()
     documents_RLE, means_RLE = measured.top_documents_RLE.numpy(), measured.top_means_RLE.numpy()
     return tuple(
         ExpertCard(
@@ -166,11 +156,7 @@ def describe_experts(
                 if document >= 0
             ),
             tokens=characteristic(
-                strings_VLE[:, row, expert],
-                source.vocabulary,
-                max(float(counts_LE[row, expert]), 1.0) / tokens,
-                source.string,
-                most=TOKEN_STRINGS,
+                source, strings_VLE[:, row, expert], max(float(counts_LE[row, expert]), 1.0) / tokens
             ),
             experts=co_experts(pairs_LEE[row], expert, tokens),
         )
@@ -228,3 +214,59 @@ def _central(source: Source, token: int, similarity: float) -> CentralToken:
         after="".join(pieces[position + 1 : position + 1 + _CONTEXT_TOKENS]),
         similarity=similarity,
     )
+
+
+def characteristic(source: Source, counts_V: Int[ndarray, " vocabulary"], expected: float) -> tuple[Share, ...]:
+    """The strings that go somewhere (an expert, a cluster) more than others, most characteristic first.
+
+    `counts_V` is how often each went there, `expected` the share of all tokens that did. Ranked by
+    n * log(share / expected): how many, times how much more often. Strings at or below the expected share are left out.
+    """
+    vocabulary = source.vocabulary
+    share_V = counts_V / vocabulary.counts_V
+    with np.errstate(divide="ignore", invalid="ignore"):
+        score_V: Float[ndarray, " vocabulary"] = counts_V * np.log(share_V / expected)
+    score_V = np.where(share_V > expected, score_V, 0.0)
+    best = np.argsort(-score_V, kind="stable")[:TOKEN_STRINGS]
+    return tuple(
+        Share(name=source.string(int(vocabulary.ids_V[index])), count=int(counts_V[index]), share=float(share_V[index]))
+        for index in best
+        if score_V[index] > 0
+    )
+
+
+def make_reader(
+    source: Source, capture: Capture, cluster_T: Int[ndarray, " tokens"], clusters: Iterable[Cluster]
+) -> Reader:
+    """A random sample of at least `READER_TOKENS` (all documents where there are fewer), then what clusters rank."""
+    sample = source.sample
+    drawn = first_documents(sample, READER_TOKENS)
+    ranked = [one.document for cluster in clusters for one in cluster.documents]
+    documents = list(dict.fromkeys([*drawn, *ranked]))
+    spans = [(int(sample.start_D1[one]), int(sample.start_D1[one + 1])) for one in documents]
+    ids_RLK = np.concatenate([capture.ids.read(*span) for span in spans])
+    weights_RLK = np.concatenate([capture.weights.read(*span) for span in spans])
+    order_RLK = np.argsort(-weights_RLK, axis=-1, kind="stable")
+    table: dict[str, int] = {}
+    string_R = [
+        table.setdefault(piece, len(table))
+        for document in documents
+        for piece in token_strings(sample.documents[document], source.string)
+    ]
+    return Reader(
+        documents=tuple(documents),
+        sampled=len(drawn),
+        strings=tuple(table),
+        first_token_D1=np.cumsum([0, *(stop - start for start, stop in spans)]),
+        string_R=np.array(string_R, dtype=np.uint32),
+        cluster_R=np.concatenate([cluster_T[start:stop] for start, stop in spans]),
+        ids_RLK=np.take_along_axis(ids_RLK, order_RLK, axis=-1),
+        weights_RLK=np.take_along_axis(weights_RLK, order_RLK, axis=-1),
+    )
+
+
+def first_documents(sample: Sample, tokens: int) -> list[int]:
+    """The first documents of the draw that together have so many tokens, or all."""
+    order = sorted(range(len(sample.documents)), key=lambda document: sample.documents[document].place)
+    reached = np.cumsum([len(sample.documents[document].ids) for document in order])
+    return order[: int(np.searchsorted(reached, tokens)) + 1]

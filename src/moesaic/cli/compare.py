@@ -34,7 +34,7 @@ def command(
     json: Json = False,
 ) -> None:
     """Put results of evaluations and training runs side by side, with intervals."""
-    from moesaic.comparison.comparing import compare
+    from moesaic.comparison.compare import compare
 
     found = compare(runs, baseline=baseline, gap=gap_closure)
     bold = sys.stdout.isatty() and not json

@@ -1,7 +1,5 @@
 """`moesaic inspect`."""
 
-import shutil
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -57,39 +55,30 @@ def command(
 
     Everything is computed from one pass; the numbers are in OUT, a summary is printed.
     """
-    from moesaic.analysis.documents import Choice
-    from moesaic.analysis.inspecting import prepare, run_inspection
-    from moesaic.analysis.request import InspectRequest, parse_count
+    from moesaic.analysis.inspect import inspect, prepare
+    from moesaic.analysis.recipe import InspectRecipe
 
-    request = InspectRequest(
+    recipe = InspectRecipe(
         checkpoint=checkpoint,
         data=data,
         domain_field=domain_field,
+        tokens=tokens,
         against=against,
-        choice=Choice(
-            tokens=parse_count(tokens, "--tokens"),
-            document_tokens=document_tokens,
-            min_length=min_length,
-            max_length=max_length,
-            seed=seed,
-        ),
+        document_tokens=document_tokens,
+        min_length=min_length,
+        max_length=max_length,
         clusters=clusters,
         batch_size=batch_size,
         device=device,
         dtype=dtype,
+        seed=seed,
     )
-    prepared = prepare(request, Path(out), overwrite=overwrite, quiet=quiet)
     if dry_run:
-        print_result(() if quiet else prepared.lines, prepared.document, as_json=json)
+        prepared = prepare(recipe, Path(out), overwrite=overwrite, quiet=quiet)
+        print_result(() if quiet else prepared.lines, prepared.to_dict(), as_json=json)
         return
-    inspection = run_inspection(prepared, quiet=quiet)
-    from moesaic.analysis.summary import summarise
-    from moesaic.analysis.terminal import Screen, render
+    inspection = inspect.run(recipe, out, overwrite=overwrite, quiet=quiet)
+    from moesaic.analysis.summary import summarise, terminal_lines
 
-    screen = Screen(
-        width=max(60, shutil.get_terminal_size((110, 50)).columns),
-        colour=sys.stdout.isatty(),
-        unicode=(sys.stdout.encoding or "").lower().replace("-", "") == "utf8",
-    )
-    lines = () if quiet or json else render(inspection, screen).splitlines()
+    lines = () if quiet or json else terminal_lines(inspection)
     print_result([*lines, *(() if quiet else (f"written to {out}",))], summarise(inspection), as_json=json)

@@ -30,7 +30,7 @@ from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import recipe_values
-from moesaic.data.batch import PackedBatch
+from moesaic.data.packing import PackedBatch
 from moesaic.expansion.build import build
 from moesaic.expansion.exact import statement
 from moesaic.expansion.resolve import ExpandPlan

@@ -1,8 +1,7 @@
 """Whether the data of a recipe is there, before a run reads it. No torch."""
 
 from moesaic.common.errors import MoesaicError
-from moesaic.data.files import find_files
-from moesaic.data.hub import PREFIX
+from moesaic.data.files import PREFIX, find_files
 from moesaic.training.recipe import TrainRecipe
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import no_library_bars
-from moesaic.data.documents import keeps_documents_apart
+from moesaic.data.packing import keeps_documents_apart
 from moesaic.loading import load, load_config
 from moesaic.routing.install import Installation, find_installation, install
 from moesaic.training.drawing import draw, make_config, makes_a_model

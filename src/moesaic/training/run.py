@@ -13,10 +13,9 @@ from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice
 from moesaic.common.recipe import dump_recipe, recipe_values
-from moesaic.data.batch import PackedBatch
-from moesaic.data.dataset import PackedDataset
-from moesaic.data.prepare import prepare, refuse_untrainable
-from moesaic.data.validation import ValidationSet, validation_sets
+from moesaic.data.dataset import PackedDataset, ValidationSet, validation_sets
+from moesaic.data.packing import PackedBatch
+from moesaic.data.tokenise import prepare, refuse_untrainable
 from moesaic.loading import load_config, refuse_unknown_architecture
 from moesaic.training.building import build_trainable
 from moesaic.training.drawing import refuse_unknown_keys

@@ -7,9 +7,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from moesaic.common.recipe import recipe_values
-from moesaic.data.batch import PackedBatch
-from moesaic.data.dataset import PackedDataset
-from moesaic.data.validation import ValidationSet
+from moesaic.data.dataset import PackedDataset, ValidationSet
+from moesaic.data.packing import PackedBatch
 from moesaic.training.metrics import MetricsLog
 from moesaic.training.parallel import World
 from moesaic.training.recipe import TrainRecipe

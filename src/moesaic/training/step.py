@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moesaic.data.batch import PackedBatch
+from moesaic.data.packing import PackedBatch
 from moesaic.routing.balancing import balanced_bias
 from moesaic.routing.cross_entropy import IGNORED, token_losses
 from moesaic.routing.draws import fold_key

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moesaic.data.batch import PackedBatch
-from moesaic.data.validation import ValidationSet
+from moesaic.data.dataset import ValidationSet
+from moesaic.data.packing import PackedBatch
 from moesaic.routing.cross_entropy import IGNORED, token_losses
 from moesaic.training.parallel import reshard
 from moesaic.training.step import Trainable, shifted_labels

@@ -12,22 +12,25 @@ from sklearn.decomposition import PCA
 from sklearn.metrics import silhouette_samples
 
 from moesaic.analysis import clusters as clustering
-from moesaic.analysis import kmeans
-from moesaic.analysis.capture import Capture
+from moesaic.analysis.capture import Capture, create_tokens
 from moesaic.analysis.clusters import (
     TokenClusters,
+    assign,
     cluster_tokens,
     concentration,
-    document_table,
+    covariance,
+    cross_table,
+    gather,
     mutual_information,
+    principal_components,
     purity,
+    seed_centres,
     silhouette,
-    string_counts,
+    spherical_kmeans,
+    unit,
+    write_unit_rows,
 )
-from moesaic.analysis.components import covariance, principal_components, unit, write_unit_rows
 from moesaic.analysis.describe import describe_first_token
-from moesaic.analysis.kmeans import assign, gather, seed_centres, spherical_kmeans
-from moesaic.analysis.token_file import create_tokens
 from tests.tiny_texts import made_up_sample
 
 
@@ -103,7 +106,7 @@ def test_lloyd_goes_where_scikit_learn_goes_from_the_same_start(tmp_path):
     k_means: Any = KMeans  # its types say that an array is no init
     reference = k_means(4, init=start, n_init=1, max_iter=100).fit(rows)
     with rows_file(tmp_path, rows) as file:
-        centres, _ = kmeans._improve_on_file(file, start)
+        centres, _ = clustering._improve_on_file(file, start)
     cluster, _ = assign(rows, centres)
     assert (cluster == reference.labels_).all()
     assert centres == pytest.approx(unit(reference.cluster_centers_), abs=1e-5)
@@ -111,8 +114,8 @@ def test_lloyd_goes_where_scikit_learn_goes_from_the_same_start(tmp_path):
 
 def test_blocks_and_sample_do_not_change_what_is_found(tmp_path, monkeypatch):
     rows, group = directions(500, 4, 6, noise=0.1)
-    monkeypatch.setattr(kmeans, "_BLOCK_BYTES", 4 * 6 * 37)
-    monkeypatch.setattr(kmeans, "SAMPLE_ROWS", 100)
+    monkeypatch.setattr(clustering, "_BLOCK_BYTES", 4 * 6 * 37)
+    monkeypatch.setattr(clustering, "SAMPLE_ROWS", 100)
     with rows_file(tmp_path, rows) as file:
         found = spherical_kmeans(file, 4, seed=0)
         again = spherical_kmeans(file, 4, seed=0)
@@ -144,16 +147,16 @@ def test_metrics_against_the_definitions():
     assert mutual_information(cluster, domain) == pytest.approx(2 * information / sum(entropies))
     assert mutual_information(cluster, np.zeros(200, dtype=int)) is None
     document = np.sort(draw.integers(0, 10, 200))
-    found = document_table(cluster, document, 10, 4)
+    found = cross_table(document, cluster, 10, 4)
     for d in range(10):
         counts = [((document == d) & (cluster == c)).sum() for c in range(4)]
         assert found[d].tolist() == counts
         assert concentration(found)[d] == max(counts) / sum(counts)
 
 
-def test_string_counts():
-    counts = string_counts(np.array([0, 1, 1, 0], dtype=np.int16), np.array([0, 0, 2, 1]), 2, 2)
-    assert counts.tolist() == [[1, 1], [1, 0]]
+def test_tokens_of_each_string_in_each_cluster():
+    counts = cross_table(np.array([0, 0, 2, 1]), np.array([0, 1, 1, 0], dtype=np.int16), 3, 2)
+    assert counts.tolist() == [[1, 1], [1, 0], [0, 1]]
 
 
 def test_silhouette_is_the_naive_one():

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moesaic.common.recipe import load_recipe
-from moesaic.data.batch import PackedBatch
+from moesaic.data.packing import PackedBatch
 from moesaic.routing.install import install
 from moesaic.training.model import TrainedModel
 from moesaic.training.optimizer import build_optimizer, decays

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from moesaic.data.prepare import prepare
+from moesaic.data.dataset import ValidationSet, validation_sets
 from moesaic.data.recipe import DataRecipe, SourceRecipe
-from moesaic.data.validation import ValidationSet, validation_sets
+from moesaic.data.tokenise import prepare
 from moesaic.lab.writing import valid_file
 from moesaic.training.validate import DomainLoss, add_losses, ratio_with_error
 

@@ -10,7 +10,7 @@ import torch
 import moesaic
 from moesaic.common.recipe import load_recipe
 from moesaic.data.dataset import PackedDataset
-from moesaic.data.prepare import prepare
+from moesaic.data.tokenise import prepare
 from moesaic.lab.rows import Row
 from moesaic.loading import load_tokenizer
 from moesaic.routing.install import routing_context

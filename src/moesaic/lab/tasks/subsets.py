@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import moesaic
-from moesaic.data.validation import ValidationSet
+from moesaic.data.dataset import ValidationSet
 from moesaic.lab.rows import Row
 from moesaic.lab.tasks.losses import held_out_loss, held_out_sets
 from moesaic.lab.writing import train_file

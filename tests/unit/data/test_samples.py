@@ -6,11 +6,10 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from moesaic.common.errors import MoesaicError
-from moesaic.data.chat import ChatRenderer
-from moesaic.data.encode import Encoder
-from moesaic.data.readers import Record
+from moesaic.data.files import Record
 from moesaic.data.recipe import SourceRecipe
-from moesaic.data.samples import make_samples
+from moesaic.data.samples import ChatRenderer, make_samples
+from moesaic.data.tokenise import Encoder
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

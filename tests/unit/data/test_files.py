@@ -9,8 +9,7 @@ import pytest
 import zstandard
 
 from moesaic.common.errors import MoesaicError
-from moesaic.data.files import DataFile, find_files, hash_files
-from moesaic.data.readers import READ_CHUNK, read_records
+from moesaic.data.files import READ_CHUNK, DataFile, find_files, hash_files, read_records
 from moesaic.data.recipe import SourceRecipe
 
 RECORDS = [{"text": f"Näme {index}" + "x" * (index * 37 % 500), "n": index} for index in range(700)]

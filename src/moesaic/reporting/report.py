@@ -1,24 +1,41 @@
-"""`moesaic report`: read everything, then write one file."""
+"""The verb `report`: one HTML file about inspections, training runs and evaluations. Reads everything, then writes."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from moesaic.analysis.format import read_inspection
+from moesaic.analysis.format import is_inspection, read_inspection
 from moesaic.analysis.inspection import Inspection
 from moesaic.checkpoint.pio import write_file
 from moesaic.common.errors import MoesaicError
-from moesaic.reporting.inspections import inspected_models, model_payload, reader_payload
-from moesaic.reporting.packing import size
-from moesaic.reporting.page import render
-from moesaic.reporting.results import results_payload
-from moesaic.reporting.runs import read_run
-from moesaic.reporting.sources import Source, find_sources, short_names
+from moesaic.common.verbs import verb
+from moesaic.reporting.page import render, size
+from moesaic.reporting.payload import (
+    METRICS_FILE,
+    inspected_models,
+    model_payload,
+    read_run,
+    reader_payload,
+    results_payload,
+)
+from moesaic.reporting.recipe import ReportRecipe
+
+Kind = Literal["inspection", "run", "results"]
 
 DATA_LIMIT = 12_500_000
 """Bytes of data in a page: with Plotly and the page itself below 15 MB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One input."""
+
+    kind: Kind
+    path: Path
+    name: str
+    """Short name on the page; different for all inputs of a kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,23 +52,34 @@ class ReportResult:
     reader_layers: tuple[tuple[int, int], ...]
     """Per model, layers that the reader has and MoE layers of the model."""
 
+    @property
+    def lines(self) -> list[str]:
+        """What was written, for people."""
+        parts = [
+            f"{len(names)} {word}{'' if len(names) == 1 else 's'}"
+            for names, word in ((self.models, "model"), (self.runs, "run"), (self.results, "evaluation"))
+            if names
+        ]
+        lines = [f"{self.out}: {self.bytes / 1e6:.1f} MB, {', '.join(parts)}"]
+        for name, (kept, of) in zip(self.models, self.reader_layers, strict=True):
+            if kept < of:
+                lines.append(f"{name}: the reader shows {kept} of {of} layers, so that the file stays below 15 MB")
+        return lines
 
-def report(
-    inputs: Sequence[str | Path], out: str | Path, *, title: str | None = None, overwrite: bool = False
-) -> ReportResult:
+    def to_dict(self) -> dict[str, Any]:
+        """What was written, as plain values."""
+        return vars(self) | {"out": str(self.out)}
+
+
+@verb(ReportRecipe, positional=("inputs",), out=True, convert={"inputs": lambda inputs: tuple(map(str, inputs))})
+def report(recipe: ReportRecipe, out: str | Path, *, overwrite: bool = False) -> ReportResult:
     """Write one HTML file about inspections, training runs and evaluations.
-
-    Args:
-        inputs: folders of `inspect` and `train`, and results files of `eval`, in the order of the page.
-        out: the file to write, `*.html`.
-        title: of the page. Default: the names of what it is about.
-        overwrite: replace `out` if it exists.
 
     Raises:
         MoesaicError: an input that is none of these or is damaged, a target that exists or cannot be written.
     """
     target = _target(out, overwrite)
-    sources = find_sources(inputs)
+    sources = find_sources(recipe.inputs)
     inspections = _inspections([source for source in sources if source.kind == "inspection"])
     payload: dict[str, Any] = {
         "models": [model_payload(inspection, name) for name, inspection in inspections.items()],
@@ -59,7 +87,7 @@ def report(
         "results": _results([source for source in sources if source.kind == "results"]),
     }
     names = [part["name"] for kind in ("models", "runs", "results") for part in payload[kind]]
-    payload["title"] = title or " · ".join(dict.fromkeys(names))
+    payload["title"] = recipe.title or " · ".join(dict.fromkeys(names))
     for_each = (DATA_LIMIT - size(payload)) // max(1, len(inspections))
     for model, inspection in zip(payload["models"], inspections.values(), strict=True):
         model["reader"] = reader_payload(inspection.reader, for_each)
@@ -100,6 +128,54 @@ def _told_apart(checkpoints: Sequence[str], sources: Sequence[Source]) -> list[s
     ]
     earlier = [wanted[:place].count(name) for place, name in enumerate(wanted)]
     return [name if count == 0 else f"{name}, {count + 1}" for name, count in zip(wanted, earlier, strict=True)]
+
+
+def find_sources(paths: Sequence[str | Path]) -> list[Source]:
+    """Say what each input is and give it a name.
+
+    Raises:
+        MoesaicError: an input that is missing, that is none of the three, or that is given twice.
+    """
+    if not paths:
+        raise MoesaicError(
+            "report: give at least one folder of `moesaic inspect` or `moesaic train`, or results of `moesaic eval`"
+        )
+    kinds: dict[Path, Kind] = {path: _kind(path) for path in map(Path, paths)}
+    if len(kinds) < len(paths):
+        twice = next(path for path in map(Path, paths) if list(map(Path, paths)).count(path) > 1)
+        raise MoesaicError(f"{twice}: is given twice; give it once")
+    names = short_names([path.resolve() for path in kinds])
+    return [Source(kind=kind, path=path, name=name) for (path, kind), name in zip(kinds.items(), names, strict=True)]
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """As many last parts of each path as tell all of them apart."""
+    for depth in range(1, 1 + max((len(path.parts) for path in paths), default=0)):
+        names = ["/".join(path.parts[-depth:]) or str(path) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    else:
+        names = [str(path) for path in paths]
+    return names
+
+
+def _kind(path: Path) -> Kind:
+    if not path.exists():
+        raise MoesaicError(f"{path}: no such file or folder")
+    if path.is_dir():
+        if is_inspection(path):
+            return "inspection"
+        if (path / METRICS_FILE).is_file():
+            return "run"
+        raise MoesaicError(
+            f"{path}: neither a folder of `moesaic inspect` (inspection.json) nor of `moesaic train` ({METRICS_FILE})"
+        )
+    if path.suffix == ".json":
+        return "results"
+    raise MoesaicError(
+        f"{path}: is a file; report takes folders of `moesaic inspect` and `moesaic train`, and results.json of "
+        "`moesaic eval`"
+    )
 
 
 def _target(out: str | Path, overwrite: bool) -> Path:

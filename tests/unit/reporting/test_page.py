@@ -8,7 +8,7 @@ import zlib
 import numpy as np
 import pytest
 
-from moesaic.reporting.packing import embed, fold, indices, pack, quantise
+from moesaic.reporting.page import embed, fold, indices, pack, quantise
 
 TYPES = {"u1": np.uint8, "u2": np.uint16, "i4": np.int32, "f4": np.float32}
 
