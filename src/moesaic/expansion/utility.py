@@ -254,7 +254,7 @@ def measure(
     Raises:
         MoesaicError: a loss that is not finite.
     """
-    from moesaic.routing.cross_entropy import IGNORED, token_losses
+    from moesaic.modeling.cross_entropy import IGNORED, token_losses
 
     device = next(model.parameters()).device
     packed = keeps_documents_apart(model)

@@ -7,7 +7,8 @@ from moesaic.common.errors import MoesaicError
 from moesaic.lab.tasks.pools import violations
 from moesaic.lab.tasks.prepare import Prepare, texts_of
 from moesaic.lab.tasks.prepare import run as prepare
-from moesaic.routing.types import RoutingContext, RoutingDecision
+from moesaic.routing.pools import RoutingContext
+from moesaic.routing.rules import RoutingDecision
 
 
 def _decision(ids_TK, allowed_TE):

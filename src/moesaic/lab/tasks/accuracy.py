@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import moesaic
 from moesaic.lab.rows import Row, read_lines
 from moesaic.loading import load_tokenizer
-from moesaic.routing.cross_entropy import IGNORED, token_losses
+from moesaic.modeling.cross_entropy import IGNORED, token_losses
 
 
 @dataclass(frozen=True, kw_only=True)

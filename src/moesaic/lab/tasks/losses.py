@@ -9,7 +9,8 @@ from moesaic.data.dataset import ValidationSet, validation_sets
 from moesaic.data.recipe import DataRecipe, SourceRecipe
 from moesaic.data.tokenise import prepare
 from moesaic.lab.writing import valid_file
-from moesaic.training.validate import DomainLoss, add_losses, ratio_with_error
+from moesaic.modeling.cross_entropy import DomainLoss, ratio_with_error
+from moesaic.training.step import add_losses
 
 
 def held_out_sets(

@@ -14,7 +14,8 @@ from moesaic.data.tokenise import prepare
 from moesaic.lab.rows import Row
 from moesaic.loading import load_tokenizer
 from moesaic.routing.install import routing_context
-from moesaic.routing.types import RoutingContext, RoutingDecision
+from moesaic.routing.pools import RoutingContext
+from moesaic.routing.rules import RoutingDecision
 from moesaic.training.recipe import TrainRecipe
 
 

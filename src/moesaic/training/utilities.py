@@ -15,13 +15,12 @@ from torch import Tensor
 from moesaic.common.errors import MoesaicError
 from moesaic.data.batch import PackedBatch
 from moesaic.expansion.utility import ExpertGradients, norms_of_stacks, scores
-from moesaic.routing.cross_entropy import token_losses
-from moesaic.routing.draws import fold_key
 from moesaic.routing.install import routing_context
 from moesaic.routing.losses import Load, measure_load, reduce_load
-from moesaic.training.growth_recipe import Transition
-from moesaic.training.step import Trainable, context_of, shifted_labels
-from moesaic.training.tensors import whole
+from moesaic.training.schedule import Transition
+from moesaic.training.start import Trainable
+from moesaic.training.state import whole
+from moesaic.training.step import batch_losses, context_of, seed_dropout
 
 PerLayer = dict[int, tuple[float, ...]]
 """MoE layer -> one number per expert."""
@@ -80,24 +79,16 @@ def find_utilities(
 
     Raises: `MoesaicError` for a loss that is not finite.
     """
-    return _UTILITIES[transition.utility](trainable, transition, micro_batches, step)
+    if transition.utility in _WITHOUT_TEXT:
+        return Found(utilities=_WITHOUT_TEXT[transition.utility](trainable))
+    return _by_gradient(trainable, transition, micro_batches, step)
 
 
-def _uniform(
-    _trainable: Trainable, _transition: Transition, _batches: Callable[[int], list[PackedBatch]], _step: int
-) -> Found:
-    return Found(utilities={})
+def _weight_norms(trainable: Trainable) -> PerLayer:
+    return _norms(trainable, dict(trainable.masters.parameters))
 
 
-def _weight_norm(
-    trainable: Trainable, _transition: Transition, _batches: Callable[[int], list[PackedBatch]], _step: int
-) -> Found:
-    return Found(utilities=_norms(trainable, dict(trainable.masters.parameters)))
-
-
-def _approx_fisher(
-    trainable: Trainable, _transition: Transition, _batches: Callable[[int], list[PackedBatch]], _step: int
-) -> Found:
+def _approx_fisher(trainable: Trainable) -> PerLayer:
     """The trace of the diagonal Fisher information of each expert, as AdamW's second moments estimate it.
 
     These are running means of squared gradients, corrected for their start at zero. Reconstructed: the paper names this
@@ -113,7 +104,15 @@ def _approx_fisher(
             total_E = total_E + whole(state["exp_avg_sq"]).double().flatten(1).sum(1) / correction
         assert isinstance(total_E, Tensor)
         utilities[layer] = tuple(total_E.tolist())
-    return Found(utilities=utilities)
+    return utilities
+
+
+_WITHOUT_TEXT: dict[str, Callable[[Trainable], PerLayer]] = {
+    "uniform": lambda _: {},
+    "weight_norm": _weight_norms,
+    "approx_fisher": _approx_fisher,
+}
+"""Utilities that the model and its optimizer have; the others need gradients on text."""
 
 
 def _by_gradient(
@@ -132,7 +131,7 @@ def _by_gradient(
     counts = None if load is None else dict(zip(sums, reduce_load(load).counts_LE.tolist(), strict=True))
     measured = ExpertGradients(
         gradient_norms=means,
-        weight_norms=_norms(trainable, dict(trainable.masters.parameters)),
+        weight_norms=_weight_norms(trainable),
         tokens={layer: tuple(of_layer) for layer, of_layer in (counts or {}).items()},
         batches=len(steps),
     )
@@ -141,31 +140,17 @@ def _by_gradient(
     )
 
 
-_UTILITIES: dict[str, Callable[..., Found]] = {
-    "uniform": _uniform,
-    "weight_norm": _weight_norm,
-    "approx_fisher": _approx_fisher,
-    "gradient_norm": _by_gradient,
-    "gradient_squared": _by_gradient,
-    "saliency": _by_gradient,
-}
-
-
 def _add_gradients(trainable: Trainable, batches: Sequence[PackedBatch], step: int) -> Load | None:
     """Add the gradients of the mean cross-entropy of one step's batch; return the tokens that its experts got."""
     world = trainable.world
     counts = torch.tensor(sum(batch.num_targets for batch in batches), device=world.device)
     targets = int(world.sum(counts).clamp_min(1))
-    torch.manual_seed(fold_key(trainable.recipe.seed, step, world.rank) >> 1)  # dropout, in models that have it
+    seed_dropout(trainable, step)
     load: Load | None = None
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in (batch.to(world.device) for batch in batches):
         with _loads(trainable, batch, step) as loads:
-            output = trainable.model.model(
-                input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False
-            )
-            losses_T, _ = token_losses(output.logits.flatten(0, 1), shifted_labels(batch))
-            loss = losses_T.sum() / targets
+            loss = batch_losses(trainable.model, batch)[0].sum() / targets
             total += loss.detach()
             (loss * world.size).backward()
         for one in loads:
@@ -179,7 +164,7 @@ def _add_gradients(trainable: Trainable, batches: Sequence[PackedBatch], step: i
 def _loads(trainable: Trainable, batch: PackedBatch, step: int) -> Iterator[list[Load]]:
     """Route as at inference, and have the load of the batch's experts, where rules work on the model's routers."""
     loads: list[Load] = []
-    installation = trainable.model.installation
+    installation = trainable.installation
     if installation is None:
         yield loads
         return

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moesaic.training.weights import MasterWeights, kept_in_fp32
+from moesaic.training.optimizer import MasterWeights, kept_in_fp32
 from tests.tiny_training import DENSE
 
 

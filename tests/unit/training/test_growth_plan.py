@@ -10,9 +10,9 @@ from moesaic.common.yaml_text import parse_yaml
 from moesaic.expansion.build import build
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.expansion.resolve import resolve
-from moesaic.training.growth_check import as_keys, grown
-from moesaic.training.growth_recipe import Transition, positions
+from moesaic.training.growth_plan import as_keys, grown
 from moesaic.training.recipe import TrainRecipe
+from moesaic.training.schedule import Transition, positions
 from tests.tiny_moes import save_tiny_moe
 
 VALUES: dict[str, Any] = {
@@ -94,5 +94,5 @@ def test_foretold_sizes_are_those_of_the_verb(tmp_path, family, fused):
         plan = resolve(ExpandRecipe(checkpoint=str(source), experts=12, routing=routing))
         made = build(plan, plan.copies({}), {})
         config, shapes = grown(plan)
-        assert shapes == {tensor.output.name: tuple(tensor.output.shape) for tensor in made.tensors}
+        assert shapes == {name: tuple(tensor.shape) for name, tensor in made.tensors.items()}
         assert config == made.config

@@ -2,8 +2,8 @@
 
 import pytest
 
+from moesaic.training.metrics import peak_flops
 from moesaic.training.planning import PEAK_FLOPS
-from moesaic.training.report import peak_flops
 
 
 @pytest.mark.parametrize(

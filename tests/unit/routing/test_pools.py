@@ -1,65 +1,14 @@
 """Pool sizes: uniform, independent, and a function of (seed, step, layer, document) alone."""
 
-import math
-
-import pytest
 import torch
 
-from moesaic.routing.draws import draw_integers, fold_key
-from moesaic.routing.rules import draw_pool_sizes
-from moesaic.routing.types import RoutingContext
+from moesaic.routing.pools import RoutingContext, draw_pool_sizes
 from tests.reference.naive_routing import random_documents
 
 
 def context(number: int, *, first: int = 0, seed: int = 0, step: int = 0) -> RoutingContext:
     ids = torch.arange(number)[None]
     return RoutingContext.from_sequences(ids, first_document=first, seed=seed, step=step)
-
-
-def surprise(counts: torch.Tensor) -> float:
-    """Chi-square against equal counts, in standard deviations from what chance gives."""
-    expected = counts.sum() / len(counts)
-    freedom = len(counts) - 1
-    return float(((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom)
-
-
-def test_is_splitmix64():
-    """The published first outputs of splitmix64 started at 0 and at 1234567."""
-    keys = torch.tensor([0, 1, 2])
-    for start, outputs in (
-        (0, [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]),
-        (1234567, [6457827717110365317, 3203168211198807973, 9817491932198370423]),
-    ):
-        expected = [(output & ((1 << 63) - 1)) % 1000003 for output in outputs]
-        assert draw_integers(keys, 0, 1000002, stream=start).tolist() == expected
-
-
-@pytest.mark.parametrize(("low", "high"), [(8, 127), (2, 5), (1, 64), (0, 1), (3, 1000)])
-def test_draws_are_uniform(low, high):
-    draws = draw_integers(torch.arange(200_000), low, high, stream=fold_key(1, 2, 3))
-    assert int(draws.min()) == low
-    assert int(draws.max()) == high
-    assert abs(surprise(torch.bincount(draws - low, minlength=high - low + 1))) < 4
-
-
-@pytest.mark.parametrize("varied", ["seed", "step", "layer", "document"])
-def test_draws_are_uniform_along_every_part_of_the_key(varied):
-    """One draw each from many seeds, steps, layers or documents; and pairs of neighbours, against dependence."""
-    draws = []
-    for i in range(4000):
-        key = {"seed": 0, "step": 0, "layer": 0, "document": 0, varied: i}
-        stream = fold_key(key["seed"], key["step"], key["layer"])
-        draws.append(draw_integers(torch.tensor([key["document"]]), 0, 7, stream=stream))
-    drawn = torch.cat(draws)
-    assert abs(surprise(torch.bincount(drawn, minlength=8))) < 4
-    assert abs(surprise(torch.bincount(drawn[:-1] * 8 + drawn[1:], minlength=64))) < 4
-
-
-def test_keys_do_not_collide():
-    streams = {fold_key(seed, step, layer) for seed in range(8) for step in range(100) for layer in range(-1, 30)}
-    assert len(streams) == 8 * 100 * 31
-    assert fold_key(1, 2) != fold_key(2, 1)
-    assert fold_key(0) != fold_key(0, 0)
 
 
 def test_draws_do_not_depend_on_ranks_or_micro_batches():
