@@ -8,7 +8,8 @@ from moesaic.cli.options import Json, Quiet
 from moesaic.cli.output import print_result
 from moesaic.common.errors import MoesaicError, suggest
 from moesaic.common.recipe import recipe_values
-from moesaic.families.support import COLUMNS, YES, FamilySupport, support
+from moesaic.families.family import COLUMNS, YES, MoEFamily
+from moesaic.families.moe_table import support
 from moesaic.recipes import read_recipe, shipped_recipes
 
 FAMILIES_HELP = {
@@ -39,7 +40,7 @@ def families(
     print_result(lines, {"columns": list(COLUMNS), "families": [row.to_json() for row in rows]}, as_json=json)
 
 
-def _find(family: str, rows: tuple[FamilySupport, ...]) -> FamilySupport:
+def _find(family: str, rows: tuple[MoEFamily, ...]) -> MoEFamily:
     name = "moesaic_*" if family.startswith("moesaic_") else family
     for row in rows:
         if row.model_type == name:
@@ -47,7 +48,7 @@ def _find(family: str, rows: tuple[FamilySupport, ...]) -> FamilySupport:
     raise MoesaicError(f"{family}: not a family known here; {suggest(family, [row.model_type for row in rows])}")
 
 
-def _table(rows: tuple[FamilySupport, ...]) -> list[str]:
+def _table(rows: tuple[MoEFamily, ...]) -> list[str]:
     """One line per family; what is not a plain yes has a number, explained below."""
     reasons: dict[str, int] = {}
     width = max(len(row.model_type) for row in rows)
@@ -62,7 +63,7 @@ def _table(rows: tuple[FamilySupport, ...]) -> list[str]:
     return [*lines, "", *(f"[{number}] {reason}" for reason, number in reasons.items())]
 
 
-def _details(row: FamilySupport) -> list[str]:
+def _details(row: MoEFamily) -> list[str]:
     notes = [f"({row.notes})"] if row.notes else []
     width = max(map(len, COLUMNS))
     return [f"{row.model_type}: {row.about}", *notes, *(f"{c.ljust(width)}  {row.cells[c]}" for c in COLUMNS)]
