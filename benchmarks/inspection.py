@@ -23,7 +23,7 @@ BLOCK = 8192
 
 def make(folder: Path, tokens: int) -> None:
     """Logits: a topic per document of 100 tokens, a few dozen further directions, and noise of its own per feature."""
-    from moesaic.analysis.token_file import create_tokens
+    from moesaic.analysis.capture import create_tokens
 
     folder.mkdir()
     draw = np.random.default_rng(0)
@@ -45,9 +45,8 @@ def cluster(folder: Path) -> None:
     """Everything from stored logits to clusters, silhouette and mean probabilities per cluster."""
     import torch
 
-    from moesaic.analysis.capture import Capture
+    from moesaic.analysis.capture import Capture, open_tokens
     from moesaic.analysis.clusters import TokenClusters, cluster_tokens, features
-    from moesaic.analysis.token_file import open_tokens
 
     with open_tokens(folder / "logits.npy") as logits:
         capture = Capture(logits=logits, ids=logits, weights=logits)

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from moesaic.modeling import modeling_moesaic
+from moesaic.modeling.cross_entropy import token_losses
 from moesaic.routing.config import RuleConfig
-from moesaic.routing.cross_entropy import token_losses
-from moesaic.routing.install import install, routing_context
+from moesaic.routing.install import find_routers, install, routing_context
 from moesaic.routing.losses import balance_loss, measure_load, router_z_loss
-from moesaic.routing.routers import find_routers
+from moesaic.routing.pools import RoutingContext
 from moesaic.routing.rules import build_rule, decide
-from moesaic.routing.types import RoutingContext
 
 LAYERS, HIDDEN, VOCABULARY, SEQUENCES, LENGTH = 2, 512, 4096, 2, 1024
 

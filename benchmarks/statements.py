@@ -13,9 +13,8 @@ import tempfile
 from pathlib import Path
 
 import moesaic
-from moesaic.checkpoint.source import open_checkpoint
-from moesaic.verifying import verify_upcycled
-from moesaic.verifying.text import default_text
+from moesaic.probe import default_text
+from moesaic.verifying.recipe import VerifyReport
 
 DOMAINS = ("math", "code", "science", "commonsense")
 
@@ -37,7 +36,8 @@ def main() -> None:
                 arguments.base, out, method="divmoe", specialists=dict.fromkeys(DOMAINS, arguments.base), shards=2,
                 top_k=2, router_init="random", scale="paper", seed=seed, overwrite=True,
             )  # fmt: skip
-            report = verify_upcycled(open_checkpoint(arguments.base), open_checkpoint(out), text=text, quiet=True)
+            report = moesaic.verify(arguments.base, out, text=text, quiet=True)
+            assert isinstance(report, VerifyReport)
             coverage.append(report.coverage or 0.0)
             norms.append(report.norm_ratio)
             print(f"{seed:4} {coverage[-1]:9.2%} {norms[-1]:11.3f}  {report.code}: {report.statement}", flush=True)

@@ -137,8 +137,8 @@ def run_trainer(recipe: dict[str, Any], folder: Path) -> list[float]:
     )
 
     from moesaic.data.dataset import PackedDataset
-    from moesaic.data.prepare import prepare
-    from moesaic.training.api import load_train_recipe
+    from moesaic.data.tokenise import prepare
+    from moesaic.training.recipe import load_train_recipe
 
     loaded = load_train_recipe(recipe, ())
     prepared = prepare(loaded.data, AutoTokenizer.from_pretrained(recipe["tokenizer"]), quiet=True)

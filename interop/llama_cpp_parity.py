@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 import moesaic
 from interop.models import glm, native, ours, some_tokens
-from moesaic.exporting.gguf_check import llama_logits, open_llama
+from moesaic.exporting.check import llama_logits, open_llama
 
 LIMIT = 5e-4
 

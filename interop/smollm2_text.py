@@ -46,7 +46,7 @@ def greedy(path: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 def llama_greedy(gguf: Path, prompts: list[list[int]], banned: list[int]) -> list[list[int]]:
     """The same in llama.cpp."""
-    from moesaic.exporting.gguf_check import open_llama
+    from moesaic.exporting.check import open_llama
 
     engine = open_llama(gguf, context=128)
     texts = []

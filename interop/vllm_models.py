@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 import moesaic
 from interop.models import HEADS
-from moesaic.exporting.vllm_plugin import CHECKED
+from moesaic.families.dense_table import FAMILIES
 from tests.tiny_models import tiny_moe_model
 from tests.tiny_moes import save_tiny_moe
 
@@ -26,7 +26,7 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "divmoe-llama": ("llama", DIVMOE),
     "divmoe-qwen3": ("qwen3", DIVMOE | {"group_score": "log_mean_exp", "num_shared_experts": 1}),
     "emo": ("llama", {"routing_weighting": "all", "num_shared_experts": 1}),
-    **{f"topk-{base}": (base, {}) for base in CHECKED},
+    **{f"topk-{base}": (base, {}) for base, row in FAMILIES.items() if row.in_vllm},
 }
 EXPORTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "exported-mixtral": ("llama", "mixtral", {}),

@@ -13,22 +13,22 @@ from moesaic.common.errors import MoesaicError
 from moesaic.modeling import register as _register
 
 if TYPE_CHECKING:
-    from moesaic.analysis.inspecting import inspect
+    from moesaic.analysis.inspect import inspect
     from moesaic.api import upcycle
-    from moesaic.comparison.comparing import compare
+    from moesaic.comparison.compare import compare
     from moesaic.evaluation.evaluate import evaluate
-    from moesaic.expansion.api import expand
+    from moesaic.expansion.run import expand
     from moesaic.exporting.run import export
     from moesaic.generation import generate
     from moesaic.loading import load
-    from moesaic.planning import plan
-    from moesaic.reporting.api import report
+    from moesaic.planning.run import plan
+    from moesaic.reporting.report import report
     from moesaic.routing.restrict import restrict
     from moesaic.selection.extract import extract
     from moesaic.selection.merge import merge_back
     from moesaic.selection.select import select
-    from moesaic.training.api import train
-    from moesaic.verifying import verify
+    from moesaic.training.run import train
+    from moesaic.verifying.run import verify
 
 __all__ = [
     "MoesaicError",
@@ -56,22 +56,22 @@ __version__ = "0.1.0"
 # Name -> module that has it. No module of the package has the name of a function here: importing it would replace the
 # function (so the implementation of `upcycle` is in `upcycling`, and so on).
 _FUNCTIONS = {
-    "compare": "moesaic.comparison.comparing",
+    "compare": "moesaic.comparison.compare",
     "evaluate": "moesaic.evaluation.evaluate",
-    "expand": "moesaic.expansion.api",
+    "expand": "moesaic.expansion.run",
     "export": "moesaic.exporting.run",
     "extract": "moesaic.selection.extract",
     "generate": "moesaic.generation",
-    "inspect": "moesaic.analysis.inspecting",
+    "inspect": "moesaic.analysis.inspect",
     "load": "moesaic.loading",
     "merge_back": "moesaic.selection.merge",
-    "plan": "moesaic.planning",
-    "report": "moesaic.reporting.api",
+    "plan": "moesaic.planning.run",
+    "report": "moesaic.reporting.report",
     "restrict": "moesaic.routing.restrict",
     "select": "moesaic.selection.select",
-    "train": "moesaic.training.api",
+    "train": "moesaic.training.run",
     "upcycle": "moesaic.api",
-    "verify": "moesaic.verifying",
+    "verify": "moesaic.verifying.run",
 }
 
 # `AutoModelForCausalLM.from_pretrained(folder)` works after `import moesaic`, which imports neither torch nor

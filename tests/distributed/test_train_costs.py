@@ -10,12 +10,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moesaic.common.recipe import load_recipe
-from moesaic.families.shapes import config_shapes
+from moesaic.families.counting import config_shapes
 from moesaic.training import run as run_module
 from moesaic.training.planning import memory_per_device, traffic_per_step
-from moesaic.training.recipe import ScratchModel, TrainRecipe
-from moesaic.training.scratch import scratch_config
-from moesaic.training.step import Trainable
+from moesaic.training.recipe import ScratchModel, TrainRecipe, scratch_config
+from moesaic.training.start import Trainable
 from tests.distributed.ranks import run_ranks
 from tests.tiny_training import tiny_recipe
 

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moesaic.common.recipe import load_recipe
-from moesaic.training import building
 from moesaic.training import run as run_module
+from moesaic.training import session
 from moesaic.training.optimizer import MOMENTS
+from moesaic.training.parallel import World
 from moesaic.training.recipe import TrainRecipe
-from moesaic.training.state import list_states, load_state
-from moesaic.training.tensors import gather, optimizer_tensors_of, weights_of
+from moesaic.training.state import gather, list_states, optimizer_tensors_of, read_tensors, weights_of
 from tests.distributed.ranks import run_ranks
 from tests.tiny_moes import save_tiny_moe
 from tests.tiny_training import save_tokenizer, tiny_recipe
@@ -95,8 +95,9 @@ def test_two_processes_follow_one(values, one_process, tmp_path, layout):
     weights = {name: torch.zeros_like(expected[name]) for name in expected.keys() - moments}
     optimizer = {name: torch.zeros_like(expected[name]) for name in moments}
     state = list_states(out / "state")[-1]
-    world = run_module.World(rank=0, local_rank=0, size=1, replicas=1, device=torch.device("cpu"))
-    load_state(state, weights=weights, optimizer=optimizer, world=world)
+    world = World(rank=0, local_rank=0, size=1, replicas=1, device=torch.device("cpu"))
+    read_tensors(weights, state / "model", world)
+    read_tensors(optimizer, state / "optimizer", world)
     final = load_file(out / "model.safetensors")
     assert final.keys() == weights.keys()
     for name, tensor in (weights | optimizer).items():
@@ -117,10 +118,10 @@ def test_two_processes_go_on_with_the_run_of_one_and_back(values, one_process, t
 
 def train_with_disjoint_experts(values: dict[str, Any], out: Path) -> None:
     """Let all tokens of rank r choose two experts that live on the other rank."""
-    build = building.build_model
+    build = session.build_trainable
 
-    def biased(recipe, out, world, start):
-        trained = build(recipe, out, world, start)
+    def biased(recipe, out, world, **keywords):
+        trained = build(recipe, out, world, **keywords)
         assert trained.installation is not None
         bias = trained.installation.selection_bias
         assert bias is not None
@@ -128,7 +129,7 @@ def train_with_disjoint_experts(values: dict[str, Any], out: Path) -> None:
         bias[:, first : first + 2] = 1e3
         return trained
 
-    building.build_model = biased
+    session.build_trainable = biased
     train(values, out)
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import moesaic
 from moesaic.families.dense_table import FAMILIES
 from moesaic.modeling.names import STEMS
-from moesaic.verifying import verify
+from moesaic.verifying.run import verify
 from tests.tiny_models import BASES, randomize
 
 TINY = {

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.cli import app as cli
 from moesaic.common.errors import MoesaicError
-from moesaic.expansion.api import expand
-from moesaic.expansion.layers import LayerFile
+from moesaic.expansion.build import expert_parts, read_expert
+from moesaic.expansion.run import expand
 from moesaic.families.moe import detect_moe
 from tests.tiny_models import save_tiny
 from tests.tiny_moes import EXPERTS, save_tiny_moe
@@ -189,8 +189,8 @@ LAYOUTS = [("qwen3_moe", False), ("qwen3_moe", True), ("gpt_oss", True), ("grani
 def experts_of(folder, number):
     checkpoint = open_checkpoint(folder)
     model = detect_moe(checkpoint)
-    layer = model.layers[-1]
-    return LayerFile(layer=layer, tensors=checkpoint.tensors, interleaved=model.family.interleaved).read(number)
+    parts = expert_parts(checkpoint, model.layers[-1], number)
+    return read_expert(parts, interleaved=model.family.interleaved)
 
 
 @pytest.mark.parametrize(("family", "fused"), LAYOUTS)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from moesaic import expand, verify
 from moesaic.cli import app as cli
 from moesaic.common.errors import MoesaicError
-from moesaic.verifying import ExpandedReport
+from moesaic.verifying.recipe import ExpandedReport
 from tests.tiny_moes import save_tiny_moe
 
 

@@ -16,11 +16,11 @@ from moesaic.checkpoint.source import open_checkpoint
 from moesaic.cli import app as cli
 from moesaic.common.errors import MoesaicError
 from moesaic.exporting.gguf import plan_gguf
-from moesaic.exporting.natives import NATIVE
 from moesaic.exporting.recipe import ExportRecipe
-from moesaic.exporting.rules import PLAIN, SPECIAL, facts_of
+from moesaic.exporting.rules import facts_of
 from moesaic.exporting.view import view_of
-from moesaic.modeling.names import STEMS
+from moesaic.families.dense_table import FAMILIES
+from moesaic.families.moe_table import TARGETS
 from tests.tiny_models import tiny_moe_model
 from tests.tiny_moes import MOE_FAMILIES, save_tiny_moe
 from tests.tiny_training import save_tokenizer
@@ -85,7 +85,7 @@ def test_a_native_family_computes_the_same(tmp_path, base, family, settings):
     assert result.family == family
     torch.testing.assert_close(logits(tmp_path / "out"), logits(source), atol=1e-5, rtol=0)
     config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config["architectures"] == [NATIVE[family].causal_class]
+    assert config["architectures"] == [TARGETS[family].causal_class]
     assert "auto_map" not in config
     assert not (tmp_path / "out/modeling_moesaic.py").exists()
 
@@ -130,8 +130,8 @@ def test_biases_of_dense_layers_are_a_fact(tmp_path):
 
 
 def test_every_base_is_plain_or_special():
-    assert set(PLAIN) | set(SPECIAL) == set(STEMS)
-    assert not set(PLAIN) & set(SPECIAL)
+    plain = {name for name, row in FAMILIES.items() if not row.differs}
+    assert plain == {"llama", "mistral", "qwen2", "qwen3", "olmo2", "granite"}
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
@@ -195,7 +195,7 @@ def test_tied_rows_and_16_bit_routers_are_warned_about(tmp_path):
 
 
 def test_check_fails_where_the_result_differs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("moesaic.verifying.text.MAX_TOKENS", 40)
+    monkeypatch.setattr("moesaic.probe.MAX_TOKENS", 40)
     source = save_ours(tmp_path / "moe", "llama")
     assert cli.run(["export", str(source), str(tmp_path / "out"), "--check", "--quiet", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["checks"][0]["ok"] is True
@@ -355,7 +355,7 @@ def test_gguf_goes_through_a_family_that_llama_cpp_computes(tmp_path):
         source = save_tokenizer(save_ours(tmp_path / str(number), base, tied=True, **settings))
         plan = plan_gguf(ExportRecipe(checkpoint=str(source), to="gguf"), tmp_path)
         assert plan.native.family == family
-        names = {one.output.name for one in plan.native.tensors}
+        names = set(plan.native.tensors)
         assert ("lm_head.weight" in names) == (family == "qwen2_moe")
     with pytest.raises(MoesaicError, match="tokenizer"):
         plan_gguf(ExportRecipe(checkpoint=str(save_ours(tmp_path / "none", "llama")), to="gguf"), tmp_path)

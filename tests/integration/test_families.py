@@ -13,9 +13,10 @@ import moesaic
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.cli import app as cli
 from moesaic.common.errors import MoesaicError
-from moesaic.exporting.gguf_rules import GGUF
+from moesaic.families.family import COLUMNS, YES, markdown
 from moesaic.families.moe import detect_moe
-from moesaic.families.support import COLUMNS, YES, markdown, support
+from moesaic.families.moe_table import MOE_FAMILIES as KNOWN_FAMILIES
+from moesaic.families.moe_table import support
 from tests.tiny_emo import save_tiny_emo
 from tests.tiny_models import tiny_moe_model
 from tests.tiny_moes import MOE_FAMILIES, save_tiny_moe
@@ -26,7 +27,7 @@ ROWS = {row.model_type: row for row in support()}
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr("moesaic.verifying.text.MAX_TOKENS", 40)
+    monkeypatch.setattr("moesaic.probe.MAX_TOKENS", 40)
 
 
 def save(folder: Path, family: str) -> Path:
@@ -110,12 +111,14 @@ def assert_same(one, other):
 
 def test_there_is_a_row_for_every_family_and_no_cell_is_unknown():
     assert set(MOE_FAMILIES) | {"moesaic_*", "emo"} == set(ROWS)
-    assert set(MOE_FAMILIES) == set(GGUF)
+    assert set(MOE_FAMILIES) == set(KNOWN_FAMILIES)
     for row in ROWS.values():
         assert set(row.cells) == set(COLUMNS)
         assert all(cell == YES or len(cell) > 10 for cell in row.cells.values())
-    for family, row in GGUF.items():
-        assert (row.reason != "") == ROWS[family].cells["GGUF"].startswith("no"), family
+    for family, row in KNOWN_FAMILIES.items():
+        assert row.gguf is not None
+        assert (row.gguf.reason != "") == row.cells["GGUF"].startswith("no"), family
+        assert row.twin is not None or row.no_twin, family
 
 
 def outcome(act, folder, out):
@@ -145,7 +148,7 @@ def test_emo_does_all_of_it_after_export(tmp_path):
 
 def test_the_page_has_this_table():
     page = (Path(__file__).parents[2] / "docs/families.md").read_text(encoding="utf-8")
-    assert markdown() in page
+    assert markdown(support()) in page
 
 
 def test_command_line(capsys):

@@ -248,7 +248,7 @@ def test_domains_are_the_names_of_files_without_a_field(tmp_path: Path, model: P
 
 
 def test_a_terminal_without_unicode_and_text_that_attacks_it():
-    from moesaic.analysis.terminal import Screen, render, visible
+    from moesaic.analysis.summary import Screen, render, visible
 
     text = render(tiny_inspection(), Screen(width=90, unicode=False))
     assert text.isascii()
@@ -263,9 +263,8 @@ def test_pieces_of_characters_belong_to_the_first_token(tmp_path: Path):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from moesaic.analysis.documents import Choice, draw_sample
-    from moesaic.analysis.records import Entry
-    from moesaic.analysis.vocabulary import string_of
+    from moesaic.analysis.documents import Entry, draw_sample, string_of
+    from moesaic.analysis.recipe import InspectRecipe
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({piece: index for index, piece in enumerate(alphabet)}, []))
@@ -274,7 +273,11 @@ def test_pieces_of_characters_belong_to_the_first_token(tmp_path: Path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="a")
     text = "né 😀 x"
     sample = draw_sample(
-        [Entry(text=text, domain="d", where="w")], tokenizer, Choice(min_length=1), vocab_size=256, name="n"
+        [Entry(text=text, domain="d", where="w")],
+        tokenizer,
+        InspectRecipe(checkpoint="m", data=("d",), min_length=1),
+        vocab_size=256,
+        name="n",
     )
     string = string_of(tokenizer)
     pieces = token_strings(sample.documents[0], string)

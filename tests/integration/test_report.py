@@ -9,8 +9,8 @@ import pytest
 
 from moesaic.checkpoint import pio
 from moesaic.cli import app as cli
-from moesaic.reporting import api
-from moesaic.reporting.sources import short_names
+from moesaic.reporting import report as api
+from moesaic.reporting.report import short_names
 from tests.tiny_inspection import write_tiny_inspection
 from tests.tiny_report import write_results, write_run
 

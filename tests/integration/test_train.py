@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import moesaic
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
+from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.routing.install import find_installation
 from moesaic.training import run as run_module
 from moesaic.training import state as state_module
@@ -22,7 +23,6 @@ from moesaic.training.recipe import TrainRecipe
 from moesaic.training.result import TrainResult
 from moesaic.training.run import train
 from moesaic.training.state import list_states
-from moesaic.training.validate import DomainLoss
 from tests.tiny_models import save_tiny
 from tests.tiny_moes import MOE_FAMILIES
 from tests.tiny_training import DENSE, MOE, VOCABULARY, tiny_recipe
@@ -226,7 +226,7 @@ def test_a_mistake_leaves_no_new_folder(tmp_path):
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_last_good_state(tmp_path, monkeypatch):
     def poisoned(trainable, batches, *, step, **more):
         if step == 3:
-            next(iter(trainable.model.model.parameters())).data.fill_(torch.nan)
+            next(iter(trainable.model.parameters())).data.fill_(torch.nan)
         return step_before(trainable, batches, step=step, **more)
 
     step_before = run_module.run_step

@@ -13,14 +13,13 @@ from moesaic.checkpoint.provenance import write_provenance
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.data.dataset import PackedDataset
-from moesaic.data.prepare import prepare
-from moesaic.expansion.gradients import measure
-from moesaic.expansion.utility import FORMAT
-from moesaic.training import growth_utility
+from moesaic.data.tokenise import prepare
+from moesaic.expansion.utility import FORMAT, measure
+from moesaic.training import utilities as growth_utility
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.run import train
+from moesaic.training.start import load_run_tokenizer
 from moesaic.training.state import read_run
-from moesaic.training.tokenizer import load_run_tokenizer
 from tests.tiny_moes import save_tiny_moe
 from tests.tiny_training import DENSE, VOCABULARY, save_tokenizer, tiny_recipe
 

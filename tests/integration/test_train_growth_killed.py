@@ -30,7 +30,7 @@ def run(recipe: dict[str, Any], out: Path, kill: tuple[str, int] | None) -> None
     import torch
 
     from moesaic.common.recipe import load_recipe
-    from moesaic.training import growth, growth_run, state
+    from moesaic.training import growth, state
     from moesaic.training import run as module
     from moesaic.training.recipe import TrainRecipe
 
@@ -47,12 +47,12 @@ def run(recipe: dict[str, Any], out: Path, kill: tuple[str, int] | None) -> None
         return call
 
     growth.find_utilities = dying("utilities", growth.find_utilities)
-    growth.rewrite = dying("weights", growth.rewrite)
-    growth_run.build_trainable = dying("model", growth_run.build_trainable)
-    growth_run.save = dying("logged", growth_run.save)
+    growth.write = dying("weights", growth.write)
+    growth.build_trainable = dying("model", growth.build_trainable)
+    growth._say = dying("logged", growth._say)
     state.save = dying("state", state.save)
     module.run_step = dying("step", module.run_step)
-    growth_run.clear_expansion = dying("cleared", growth_run.clear_expansion)
+    module.clear_expansion = dying("cleared", module.clear_expansion)
     module.train(load_recipe(TrainRecipe, recipe), out, resume=True, quiet=True)
 
 

@@ -10,13 +10,14 @@ from safetensors.torch import load_file, save_file
 
 import moesaic
 from moesaic.common.recipe import load_recipe
-from moesaic.data.prepare import prepare
-from moesaic.data.validation import validation_sets
+from moesaic.data.dataset import validation_sets
+from moesaic.data.tokenise import prepare
+from moesaic.modeling.cross_entropy import ratio_with_error
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.run import train
+from moesaic.training.start import load_run_tokenizer
 from moesaic.training.state import list_states
-from moesaic.training.tokenizer import load_run_tokenizer
-from moesaic.training.validate import add_losses, ratio_with_error
+from moesaic.training.step import add_losses
 from tests.tiny_moes import save_tiny_moe
 from tests.tiny_training import save_tokenizer, tiny_recipe
 

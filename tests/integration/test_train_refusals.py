@@ -10,11 +10,10 @@ import moesaic
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.recipes import shipped_recipes
-from moesaic.training import run as run_module
-from moesaic.training.api import load_train_recipe
-from moesaic.training.drawing import refuse_unknown_keys
-from moesaic.training.recipe import ScratchModel, TrainRecipe
+from moesaic.training import session
+from moesaic.training.recipe import ScratchModel, TrainRecipe, load_train_recipe
 from moesaic.training.run import train
+from moesaic.training.start import refuse_unknown_keys
 from moesaic.training.state import list_states, read_run
 from tests.tiny_training import DENSE, MOE, tiny_recipe
 
@@ -111,7 +110,7 @@ def test_a_run_that_began_with_an_unknown_key_goes_on(tmp_path, monkeypatch):
     model = {"family": "llama", "config": DENSE | {"num_key_value_head": 2}, "moe": MOE}
     recipe = tiny_recipe(tmp_path / "in", model=model, budget={"steps": 2})
     with monkeypatch.context() as earlier:
-        earlier.setattr(run_module, "refuse_unknown_keys", lambda _: None)
+        earlier.setattr(session, "refuse_unknown_keys", lambda _: None)
         run(recipe, tmp_path / "out")
     run(recipe | {"budget": {"steps": 3}}, tmp_path / "out", resume=True)
 

@@ -22,7 +22,7 @@ def run(recipe: dict[str, Any], out: Path, kill_after: int | None) -> None:
     import torch
 
     from moesaic.common.recipe import load_recipe
-    from moesaic.training import metrics, running, state
+    from moesaic.training import metrics, session, state
     from moesaic.training import run as module
     from moesaic.training.recipe import TrainRecipe
 
@@ -42,7 +42,7 @@ def run(recipe: dict[str, Any], out: Path, kill_after: int | None) -> None:
     metrics.MetricsLog.write = dying(metrics.MetricsLog.write)  # before every line
     state.save = dying(state.save)  # between the metrics and the tensors, and between weights and moments
     state.sync_path = dying(state.sync_path)  # after run.json, before and after the rename
-    running.prune_states = dying(running.prune_states)
+    session.prune_states = dying(session.prune_states)
     module.train(load_recipe(TrainRecipe, recipe), out, resume=True, quiet=True)
 
 

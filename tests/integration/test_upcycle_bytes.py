@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moesaic.upcycling.assemble import build_layer
-from moesaic.upcycling.experts import ExpertWeights
+from moesaic.families.experts import ExpertWeights
+from moesaic.upcycling.layers import build_layer
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
 from moesaic.upcycling.run import upcycle
-from moesaic.upcycling.sources import MemorySources
 from tests.tiny_models import save_tiny
 
 METHODS = ("scratch", "sparse", "drop", "virtual_group", "btx", "divmoe")
@@ -68,9 +67,7 @@ def expected_layer(folders: list[Path], result, layer: int, compute: torch.dtype
     """The tensors of one MoE layer from the pure functions, before the cast."""
     ffns = tuple(dense_ffn(folder, layer, compute) for folder in folders)
     spec = result.plan.layer
-    moe = build_layer(
-        spec, layer, MemorySources(ffns=ffns, shards=spec.shards), dense_ffn(folders[0], layer, torch.float32)
-    )
+    moe = build_layer(spec, layer, ffns)
     experts, shared = moe.experts, moe.shared
     tensors = {
         "gate.weight": moe.router_ED,
@@ -121,7 +118,7 @@ def test_streamed_experts_are_the_computed_ones(sources, tmp_path, base, more, d
     result = upcycle(recipe_for(folders, **case), tmp_path / "out", quiet=True, workers=1)
     written = weights(tmp_path / "out")
     # Computed experts are made in the stored precision; copies are scaled in float32 and rounded once.
-    compute = torch.float32 if result.plan.layer.method.copies else dtype
+    compute = torch.float32 if result.plan.layer.method.preserves else dtype
     for layer in result.plan.moe_layers:
         for name, value in expected_layer(folders, result, layer, compute).items():
             actual = written.pop(f"model.layers.{layer}.mlp.{name}")

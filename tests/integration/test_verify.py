@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from moesaic.common.errors import MoesaicError
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
 from moesaic.upcycling.run import upcycle
-from moesaic.verifying import VerifyReport
-from moesaic.verifying import verify as verify_any
+from moesaic.verifying.recipe import VerifyReport
+from moesaic.verifying.run import verify as verify_any
 from tests.tiny_models import save_tiny
 
 
@@ -110,7 +110,7 @@ def test_nothing_is_promised_and_the_reason_is_given(models, tmp_path, reason, m
     assert any(line.startswith("no statement: ") for line in report.lines())
 
 
-def test_the_papers_scale_and_router_show_what_methods_md_predicts(models, tmp_path):
+def test_the_papers_scale_and_router_show_what_d1_predicts(models, tmp_path):
     more = {"router_init": "random", "scale": "paper", "router_std": 1.0}
     target = make(models, tmp_path / "moe", "divmoe", specialists=SAME, **more)
     report = verify(models / "base", target, quiet=True)

@@ -1,13 +1,12 @@
-"""Statements (a) and (b) of methods.md section 3 in float64, against a source layer written as loops over tokens."""
+"""E1 (a) and E2 (b) of docs/statements.md in float64, against a source layer written as loops over tokens."""
 
 import pytest
 import torch
 
+from moesaic.common.seeds import generator
 from moesaic.expansion.allocation import sources_of
-from moesaic.expansion.operators import ROUTER_OPERATORS
-from moesaic.expansion.router import duplicate_noise, duplicates_of, grown_rows, zero_sum_noise
+from moesaic.expansion.operators import ROUTER_OPERATORS, duplicate_noise, duplicates_of, grown_rows, zero_sum_noise
 from moesaic.modeling.modeling_moesaic import group_members, route_one_per_group, route_topk
-from moesaic.upcycling.randomness import generator
 
 EXPERTS, TOP_K, HIDDEN, WIDTH, TOKENS = 6, 2, 8, 5, 400
 UNEVEN = [3, 0, 1, 0, 2, 1]
@@ -109,7 +108,7 @@ def test_b_with_noise_every_copy_is_used(layer):
 
 
 def test_plain_copies_at_the_same_top_k_are_used_together(layer):
-    """Not a promise but what methods.md says of plain routing: both copies of the best expert fill the two places."""
+    """No promise, but what docs/statements.md says of plain routing: copies of the best expert fill both places."""
     sources = sources_of([1] * EXPERTS)
     weights, ids = route_topk(layer[0] @ rows_of(layer, sources).T, TOP_K, "selected")
     assert all(sources[first] == sources[second] for first, second in ids.tolist())

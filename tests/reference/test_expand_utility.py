@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic.expansion.gradients import calibration_batches, measure
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.expansion.resolve import resolve
-from moesaic.expansion.utility import find_utilities
+from moesaic.expansion.utility import calibration_batches, find_utilities, measure
 from moesaic.families.moe import detect_moe
 from moesaic.loading import load
 from tests.tiny_moes import EXPERTS, save_tiny_moe

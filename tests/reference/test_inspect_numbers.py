@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from moesaic.analysis import blocks
-from moesaic.analysis.capture import Capture
-from moesaic.analysis.derive import derive, first_token_cosine
-from moesaic.analysis.describe import Source, co_experts, describe_experts
-from moesaic.analysis.measure import measure
-from moesaic.analysis.token_file import create_tokens
-from moesaic.analysis.vocabulary import Vocabulary, characteristic, frequent_tokens
+from moesaic.analysis import capture as capturing
+from moesaic.analysis.capture import Capture, create_tokens
+from moesaic.analysis.describe import Source, characteristic, co_experts, describe_experts
+from moesaic.analysis.documents import Vocabulary, frequent_tokens
+from moesaic.analysis.measure import derive, first_token_cosine, measure
 from moesaic.routing.capture import Scoring
 from tests.tiny_texts import made_up_sample
 
@@ -61,7 +59,7 @@ class Naive:
 
 @pytest.fixture(params=["softmax", "sigmoid"])
 def case(request, tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks.blocks, "__defaults__", (10,))  # several blocks per domain
+    monkeypatch.setattr(capturing.blocks, "__defaults__", (10,))  # several blocks per domain
     naive = Naive(request.param)
     with written(tmp_path, naive.logits, naive.ids, naive.weights) as capture:
         vocabulary = frequent_tokens(SAMPLE.ids_T)
@@ -199,7 +197,7 @@ def test_characteristic_strings_are_those_used_more_than_expected():
         ids_V=np.array([10, 11, 12, 13]), counts_V=np.array([100, 50, 10, 20]), index_T=np.zeros(0, dtype=np.int64)
     )
     # Expected share 0.25: 25%, 60%, 80% and 10% of the occurrences go there.
-    found = characteristic(np.array([25, 30, 8, 2]), vocabulary, 0.25, str, most=10)
+    found = characteristic(Source(sample=SAMPLE, vocabulary=vocabulary, string=str), np.array([25, 30, 8, 2]), 0.25)
     scores = {"11": 30 * math.log(0.6 / 0.25), "12": 8 * math.log(0.8 / 0.25)}
     assert [one.name for one in found] == sorted(scores, key=lambda name: -scores[name])
     assert [(one.count, one.share) for one in found] == [(30, 0.6), (8, 0.8)]
@@ -216,6 +214,6 @@ def test_rare_strings_are_left_out():
 def test_probabilities_of_extreme_half_precision_logits_are_finite():
     logits = np.array([[[-60000.0, -60000.0]], [[60000.0, -60000.0]]], dtype=np.float16)
     for scoring in ("softmax", "sigmoid"):
-        p = blocks.router_probabilities(logits, scoring)
+        p = capturing.router_probabilities(logits, scoring)
         assert torch.allclose(p.sum(-1), torch.ones(2, 1))
         assert p[0, 0].tolist() == [0.5, 0.5]

@@ -4,13 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.routing.balancing import balanced_bias
+from moesaic.modeling.cross_entropy import token_losses
 from moesaic.routing.config import RuleConfig
-from moesaic.routing.cross_entropy import token_losses
-from moesaic.routing.losses import Load, balance_loss, measure_load, router_z_loss
-from moesaic.routing.routers import RouterSettings
-from moesaic.routing.rules import build_rule, decide
-from moesaic.routing.types import RoutingContext, RoutingDecision
+from moesaic.routing.losses import Load, balance_loss, balanced_bias, measure_load, router_z_loss
+from moesaic.routing.pools import RoutingContext
+from moesaic.routing.rules import RouterSettings, RoutingDecision, build_rule, decide
 from tests.reference import naive_routing as naive
 
 LAYERS, EXPERTS = 3, 6
@@ -158,7 +156,7 @@ def test_a_micro_batch_of_padding_only_has_no_loss_and_no_nan():
 
 @pytest.mark.parametrize("chunk", [1, 40, 1 << 22])
 def test_cross_entropy_and_lm_z(chunk, monkeypatch):
-    monkeypatch.setattr("moesaic.routing.cross_entropy._CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr("moesaic.modeling.cross_entropy._CHUNK_ELEMENTS", chunk)
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(15, 11, generator=generator, dtype=torch.float64) * 3).requires_grad_()
     labels = torch.randint(0, 11, (15,), generator=generator)

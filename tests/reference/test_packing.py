@@ -7,10 +7,9 @@ import pytest
 
 from moesaic.data.cache import Document, write_cache
 from moesaic.data.dataset import PackedDataset
-from moesaic.data.prepare import PreparedData
+from moesaic.data.mixing import DocumentStream, Schedule, integer_shares
 from moesaic.data.recipe import DataRecipe, SourceRecipe
-from moesaic.data.schedule import Schedule, integer_shares
-from moesaic.data.stream import DocumentStream
+from moesaic.data.tokenise import PreparedData
 
 PADDING = 0
 

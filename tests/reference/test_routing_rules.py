@@ -8,9 +8,8 @@ from torch import Tensor
 
 from moesaic.modeling.modeling_moesaic import ROUTING_WEIGHTINGS
 from moesaic.routing.config import RuleConfig
-from moesaic.routing.routers import RouterSettings
-from moesaic.routing.rules import Rule, build_rule, decide, draw_pool_sizes
-from moesaic.routing.types import RoutingContext, RoutingDecision
+from moesaic.routing.pools import RoutingContext, draw_pool_sizes
+from moesaic.routing.rules import RouterSettings, RoutingDecision, Rule, build_rule, decide
 from tests.reference import naive_routing as naive
 
 EXPERTS = 6

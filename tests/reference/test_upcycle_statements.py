@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.upcycling.assemble import build_layer
+from moesaic.families.experts import ExpertWeights
 from moesaic.upcycling.choices import LayerSpec, choose
-from moesaic.upcycling.experts import ExpertWeights, MoELayer
+from moesaic.upcycling.layers import MoELayer, build_layer
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
-from moesaic.upcycling.sources import MemorySources
 
 HIDDEN, WIDTH, TOKENS = 8, 24, 40
 EXACT = 1e-12
@@ -73,8 +72,7 @@ def naive_moe(layer: MoELayer, spec: LayerSpec, x_D: Tensor) -> Tensor:
 def make(recipe: UpcycleRecipe, base: ExpertWeights, *specialists: ExpertWeights) -> tuple[LayerSpec, MoELayer]:
     biases = base.down_bias_D is not None
     spec = choose(recipe, hidden=HIDDEN, intermediate=base.intermediate, biases=biases).layer
-    sources = MemorySources(ffns=(base, *specialists), shards=spec.shards)
-    return spec, build_layer(spec, 0, sources, base)
+    return spec, build_layer(spec, 0, (base, *specialists))
 
 
 def virtual_group(**more) -> UpcycleRecipe:
@@ -112,7 +110,7 @@ def members_probability(layer: MoELayer, spec: LayerSpec, x_D: Tensor) -> float:
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 6])
 def test_shards_add_up_to_the_ffn(shards, biases):
     ffn, x_TD = random_ffn(1, biases=biases), tokens()
-    parts = torch.stack([dense(ffn.slice(j, shards), x_TD) for j in range(shards)]).sum(0)
+    parts = torch.stack([dense(ffn.shard(j, shards), x_TD) for j in range(shards)]).sum(0)
     assert largest_error(parts, dense(ffn, x_TD)) < EXACT
 
 
@@ -181,7 +179,7 @@ def test_d1_distinct_domains_and_weights_that_sum_to_one(count, shards, top_k):
         selected = naive_route(layer, spec, x_D)
         assert len({expert // shards for expert, _ in selected}) == top_k
         assert sum(weight for _, weight in selected) == pytest.approx(1.0, abs=1e-14)
-        parts = [weight * naive_ffn(specialists[e // shards].slice(e % shards, shards), x_D) for e, weight in selected]
+        parts = [weight * naive_ffn(specialists[e // shards].shard(e % shards, shards), x_D) for e, weight in selected]
         expected = torch.stack(parts).sum(0)
         assert largest_error(naive_moe(layer, spec, x_D), expected) < EXACT
 
@@ -243,7 +241,7 @@ def test_d2_misses_when_k_is_not_a_multiple_of_m(top_k, routing):
     """By a third of the difference of the two shards at K=3 with a flat router, by all of it at K=1."""
     recipe = divmoe(4, shards=2, top_k=top_k, routing=routing, router_init="latin_square", router_std=1e-6)
     spec, layer = make(recipe, base, *([base] * 4))
-    difference = dense(base.slice(0, 2), x_TD) - dense(base.slice(1, 2), x_TD)
+    difference = dense(base.shard(0, 2), x_TD) - dense(base.shard(1, 2), x_TD)
     missed = (output(layer, spec, x_TD) - dense(base, x_TD)).abs()
     assert largest_error(missed, difference.abs() / top_k) < 1e-4
 
@@ -264,7 +262,7 @@ def test_d3_different_specialists_give_one_whole_ffn_of_their_shards(count, shar
         domain_of_shard = {e % shards: e // shards for e, _ in naive_route(layer, spec, x_D)}
         assert sorted(domain_of_shard) == list(range(shards))
         assert len(set(domain_of_shard.values())) == shards
-        parts = [naive_ffn(specialists[d].slice(j, shards), x_D) for j, d in domain_of_shard.items()]
+        parts = [naive_ffn(specialists[d].shard(j, shards), x_D) for j, d in domain_of_shard.items()]
         expected = torch.stack(parts).sum(0)
         assert largest_error(naive_moe(layer, spec, x_D), expected) < EXACT
 

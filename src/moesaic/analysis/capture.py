@@ -1,4 +1,4 @@
-"""One forward pass over the documents that keeps what every router did with every token.
+"""One forward pass over the documents that keeps what every router did with every token, and that read in blocks.
 
 The folder (T tokens in the order of `Sample`, L MoE layers, E experts, K active):
 
@@ -11,9 +11,11 @@ starts.npy    (D + 1,) int64      where each document starts
 ```
 
 The chosen experts are kept beside the logits because half precision ties experts that fp32 tells apart, and because
-then nothing here has to know a family's rule.
+then nothing here has to know a family's rule. The files are .npy, which `numpy.load(mmap_mode="r")` opens; here they
+are read and written by position, because pages of a mapped file count as this process's memory.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,17 +24,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
+from numpy import ndarray
+from numpy.lib import format as npy
 from torch import Tensor, nn
 
 from moesaic.analysis.documents import Sample
-from moesaic.analysis.token_file import TokenFile, create_tokens, open_tokens
 from moesaic.checkpoint.output import require_disk
-from moesaic.checkpoint.pio import explained
+from moesaic.checkpoint.pio import allocate, explained, read_into, write_all
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
-from moesaic.routing.capture import find_blocks
+from moesaic.routing.capture import Scoring, find_blocks
+
+BLOCK_TOKENS = 4096
 
 _HALF_MAX = 65504.0
+"""The largest finite number of half precision; larger logits are cut to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +60,60 @@ class RouterShape:
     def token_bytes(self) -> int:
         """Bytes on disk per token."""
         return len(self.layers) * (2 * self.experts + self.active * (2 + self.id_dtype.itemsize)) + 4
+
+
+class TokenFile:
+    """An array whose first axis is tokens. Use as `with open_tokens(path) as file: file.read(0, 100)`."""
+
+    def __init__(self, path: Path, fd: int, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self.path = path
+        self.shape = shape
+        self.dtype = dtype
+        self._fd = fd
+        self._offset = offset
+        self._row = int(np.prod(shape[1:])) * dtype.itemsize
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Rows start to stop, as a new array."""
+        rows = np.empty((stop - start, *self.shape[1:]), self.dtype)
+        read_into(self._fd, _bytes(rows), self._offset + start * self._row, self.path)
+        return rows
+
+    def write(self, start: int, rows: np.ndarray) -> None:
+        """Put rows at their place."""
+        assert rows.dtype == self.dtype, f"{rows.dtype} into a file of {self.dtype}"
+        assert rows.shape[1:] == self.shape[1:], "rows of another shape"
+        write_all(self._fd, _bytes(np.ascontiguousarray(rows)), self._offset + start * self._row, self.path)
+
+
+def _bytes(rows: np.ndarray) -> memoryview:
+    return rows.reshape(-1).view(np.uint8).data
+
+
+@contextmanager
+def create_tokens(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> Iterator[TokenFile]:
+    """A new file of a known size; its space is reserved at once."""
+    with explained(path), path.open("xb+", buffering=0) as raw:
+        npy.write_array_header_1_0(raw, {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": shape})
+        offset = raw.tell()
+        allocate(raw.fileno(), offset + int(np.prod(shape)) * dtype.itemsize, path)
+        yield TokenFile(path, raw.fileno(), offset, shape, dtype)
+
+
+@contextmanager
+def open_tokens(path: Path) -> Iterator[TokenFile]:
+    """A file that `create_tokens` or numpy made."""
+    with explained(path), path.open("rb", buffering=0) as raw:
+        try:
+            if npy.read_magic(raw) != (1, 0):
+                raise ValueError("another version of the npy format")
+            shape, _, dtype = npy.read_array_header_1_0(raw)
+        except ValueError as error:
+            raise MoesaicError(f"{path}: damaged ({error}); run `moesaic inspect` again") from error
+        offset = raw.tell()
+        if os.fstat(raw.fileno()).st_size != offset + int(np.prod(shape)) * dtype.itemsize:
+            raise MoesaicError(f"{path}: is cut off; run `moesaic inspect` again")
+        yield TokenFile(path, raw.fileno(), offset, shape, dtype)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -170,3 +231,47 @@ def _write(files: Capture, taken: tuple[np.ndarray, ...], sample: Sample, docume
         for row, document in enumerate(documents):
             start, stop = sample.start_D1[document], sample.start_D1[document + 1]
             file.write(int(start), values[row, : stop - start])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Consecutive documents of one domain."""
+
+    domain: int
+    first_document: int
+    last_document: int
+    """One past the last."""
+    start: int
+    stop: int
+    """Tokens."""
+
+
+def blocks(sample: Sample, size: int = BLOCK_TOKENS) -> Iterator[Block]:
+    """All documents in order; a block has about `size` tokens, and at least one document."""
+    start_D1, domain_D = sample.start_D1.tolist(), sample.domain_D.tolist()
+    first = 0
+    for document in range(len(domain_D)):
+        last = document + 1
+        full = start_D1[last] - start_D1[first] >= size
+        if last == len(domain_D) or full or domain_D[last] != domain_D[first]:
+            yield Block(
+                domain=domain_D[first],
+                first_document=first,
+                last_document=last,
+                start=start_D1[first],
+                stop=start_D1[last],
+            )
+            first = last
+
+
+def router_probabilities(
+    logits_TLE: Float[ndarray, "tokens layers experts"], scoring: Scoring
+) -> Float[Tensor, "tokens layers experts"]:
+    """The routers' probabilities in fp32: softmax over all experts, or sigmoid scores over their sum."""
+    wide_TLE = torch.from_numpy(logits_TLE).float()
+    if scoring == "softmax":
+        return wide_TLE.softmax(dim=-1)
+    scores_TLE = wide_TLE.sigmoid_()
+    # Half precision has no smaller number; a token whose scores are all zero has no preference.
+    scores_TLE.clamp_min_(torch.finfo(torch.float32).tiny)
+    return scores_TLE / scores_TLE.sum(dim=-1, keepdim=True)

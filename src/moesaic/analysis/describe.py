@@ -1,15 +1,18 @@
-"""What clusters and experts are about: documents, tokens near the centre, token strings, experts used together.
+"""What clusters and experts are about: documents, tokens near the centre, token strings, experts used together; and
+documents to read, with the routing of every token.
 
-Letters: T tokens, D documents, N domains, C clusters, L MoE layers, E experts, V frequent token strings.
+Letters: T tokens, D documents, R tokens of the reader, N domains, C clusters, L MoE layers, E experts, K active, V
+frequent token strings.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
+from moesaic.analysis.capture import Capture
 from moesaic.analysis.clusters import (
     TokenClusters,
     concentration,
@@ -18,7 +21,7 @@ from moesaic.analysis.clusters import (
     purity,
     string_counts,
 )
-from moesaic.analysis.documents import Sample, token_strings
+from moesaic.analysis.documents import Sample, Vocabulary, token_strings
 from moesaic.analysis.inspection import (
     CentralToken,
     Cluster,
@@ -28,18 +31,18 @@ from moesaic.analysis.inspection import (
     ExpertCard,
     FirstToken,
     RankedDocument,
+    Reader,
+    Share,
 )
 from moesaic.analysis.measure import Measured
-from moesaic.analysis.vocabulary import Vocabulary, characteristic
 
 RANKED_DOCUMENTS = 10
 NEAREST_TOKENS = 12
 TOKEN_STRINGS = 10
 CO_EXPERTS = 5
+READER_TOKENS = 25_000
 _CONTEXT_TOKENS = 8
 _OPENING_CHARACTERS = 100
-
-Strings = Callable[[int], str]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,7 +51,7 @@ class Source:
 
     sample: Sample
     vocabulary: Vocabulary
-    string: Strings
+    string: Callable[[int], str]
     """Token id -> text."""
 
 
@@ -71,13 +74,7 @@ def describe_clusters(source: Source, found: TokenClusters, *, seed: int) -> Clu
                 purity=purity(domains_CN[index : index + 1]),
                 documents=_ranked(table_DC[:, index], table_DC.sum(axis=1)),
                 nearest=_nearest(source, index, found),
-                frequent=characteristic(
-                    strings_VC[:, index],
-                    source.vocabulary,
-                    float(domains_CN[index].sum() / sample.tokens),
-                    source.string,
-                    most=TOKEN_STRINGS,
-                ),
+                frequent=characteristic(source, strings_VC[:, index], float(domains_CN[index].sum() / sample.tokens)),
             )
             for index in range(number)
         ),
@@ -154,7 +151,7 @@ def describe_experts(
 ) -> tuple[ExpertCard, ...]:
     """A card for every expert of every layer."""
     tokens = source.sample.tokens
-    strings_VLE = measured.token_counts_VLE.numpy()
+    strings_VLE = measured.token_counts_VLE[:-1].numpy()
     documents_RLE, means_RLE = measured.top_documents_RLE.numpy(), measured.top_means_RLE.numpy()
     return tuple(
         ExpertCard(
@@ -166,11 +163,7 @@ def describe_experts(
                 if document >= 0
             ),
             tokens=characteristic(
-                strings_VLE[:, row, expert],
-                source.vocabulary,
-                max(float(counts_LE[row, expert]), 1.0) / tokens,
-                source.string,
-                most=TOKEN_STRINGS,
+                source, strings_VLE[:, row, expert], max(float(counts_LE[row, expert]), 1.0) / tokens
             ),
             experts=co_experts(pairs_LEE[row], expert, tokens),
         )
@@ -228,3 +221,59 @@ def _central(source: Source, token: int, similarity: float) -> CentralToken:
         after="".join(pieces[position + 1 : position + 1 + _CONTEXT_TOKENS]),
         similarity=similarity,
     )
+
+
+def characteristic(source: Source, counts_V: Int[ndarray, " vocabulary"], expected: float) -> tuple[Share, ...]:
+    """The strings that go somewhere (an expert, a cluster) more than others, most characteristic first.
+
+    `counts_V` is how often each went there, `expected` the share of all tokens that did. Ranked by
+    n * log(share / expected): how many, times how much more often. Strings at or below the expected share are left out.
+    """
+    vocabulary = source.vocabulary
+    share_V = counts_V / vocabulary.counts_V
+    with np.errstate(divide="ignore", invalid="ignore"):
+        score_V: Float[ndarray, " vocabulary"] = counts_V * np.log(share_V / expected)
+    score_V = np.where(share_V > expected, score_V, 0.0)
+    best = np.argsort(-score_V, kind="stable")[:TOKEN_STRINGS]
+    return tuple(
+        Share(name=source.string(int(vocabulary.ids_V[index])), count=int(counts_V[index]), share=float(share_V[index]))
+        for index in best
+        if score_V[index] > 0
+    )
+
+
+def make_reader(
+    source: Source, capture: Capture, cluster_T: Int[ndarray, " tokens"], clusters: Iterable[Cluster]
+) -> Reader:
+    """A random sample of at least `READER_TOKENS` (all documents where there are fewer), then what clusters rank."""
+    sample = source.sample
+    drawn = first_documents(sample, READER_TOKENS)
+    ranked = [one.document for cluster in clusters for one in cluster.documents]
+    documents = list(dict.fromkeys([*drawn, *ranked]))
+    spans = [(int(sample.start_D1[one]), int(sample.start_D1[one + 1])) for one in documents]
+    ids_RLK = np.concatenate([capture.ids.read(*span) for span in spans])
+    weights_RLK = np.concatenate([capture.weights.read(*span) for span in spans])
+    order_RLK = np.argsort(-weights_RLK, axis=-1, kind="stable")
+    table: dict[str, int] = {}
+    string_R = [
+        table.setdefault(piece, len(table))
+        for document in documents
+        for piece in token_strings(sample.documents[document], source.string)
+    ]
+    return Reader(
+        documents=tuple(documents),
+        sampled=len(drawn),
+        strings=tuple(table),
+        first_token_D1=np.cumsum([0, *(stop - start for start, stop in spans)]),
+        string_R=np.array(string_R, dtype=np.uint32),
+        cluster_R=np.concatenate([cluster_T[start:stop] for start, stop in spans]),
+        ids_RLK=np.take_along_axis(ids_RLK, order_RLK, axis=-1),
+        weights_RLK=np.take_along_axis(weights_RLK, order_RLK, axis=-1),
+    )
+
+
+def first_documents(sample: Sample, tokens: int) -> list[int]:
+    """The first documents of the draw that together have so many tokens, or all."""
+    order = sorted(range(len(sample.documents)), key=lambda document: sample.documents[document].place)
+    reached = np.cumsum([len(sample.documents[document].ids) for document in order])
+    return order[: int(np.searchsorted(reached, tokens)) + 1]

@@ -2,46 +2,46 @@
 
 A record's place in the draw is a hash of (seed, its number), and the sample is the first documents in that order that
 the token budget holds. So samples are nested: a larger budget gives the same documents and more. All records are read
-once; only those that may still get into the sample are tokenised.
+once; only those that may still get into the sample are tokenised. Torch-free.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
+from jaxtyping import Int, UInt
+from numpy import ndarray
 
-from moesaic.analysis.records import Entry
+from moesaic.analysis.recipe import InspectRecipe
+from moesaic.common import seeds
 from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import notice, progress
+from moesaic.data.calibration import domain_of, render
+from moesaic.data.files import PREFIX, Record, find_files, read_hub, read_records, resolve_hub
+from moesaic.data.recipe import SourceRecipe
 
+DOMAIN_FIELD = "domain"
+"""Used where the records have it and no other field is named."""
+
+MOST_TOKENS = 8192
+LEAST_OCCURRENCES = 5
+
+_BROKEN = "\ufffd"
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_RECORDS = 1024
 _CHARACTERS_PER_TOKEN = 64
 """More than this is unusual: only so much of a text is tokenised to see that it is too long."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """Which documents, and how much of them."""
+class Entry(NamedTuple):
+    """One record."""
 
-    tokens: int = 1_000_000
-    """At most so many in all."""
-    document_tokens: int = 100
-    """The first so many of each document."""
-    min_length: int = 32
-    max_length: int = 2048
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "document_tokens", "min_length"):
-            if getattr(self, name) < 1:
-                raise MoesaicError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
-        if self.max_length < self.min_length:
-            raise MoesaicError(
-                f"--max-length {self.max_length}: must be at least --min-length, which is {self.min_length}"
-            )
+    text: str
+    domain: str
+    where: str
+    """File and line or row."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,7 +98,9 @@ class Sample:
         return np.concatenate([document.ids for document in self.documents])
 
 
-def draw_sample(entries: Iterable[Entry], tokenizer: Any, choice: Choice, *, vocab_size: int, name: str) -> Sample:
+def draw_sample(
+    entries: Iterable[Entry], tokenizer: Any, recipe: InspectRecipe, *, vocab_size: int, name: str
+) -> Sample:
     """Draw and tokenise; `name` is the data's, for messages.
 
     Raises:
@@ -107,12 +109,12 @@ def draw_sample(entries: Iterable[Entry], tokenizer: Any, choice: Choice, *, voc
     """
     if not tokenizer.is_fast:
         raise MoesaicError(f"{tokenizer.name_or_path}: not a fast tokenizer; a tokenizer.json is needed")
-    draw = _Draw(tokenizer, choice)
-    for batch in _batches(_numbered(entries, choice.seed), draw):
+    draw = _Draw(tokenizer, recipe)
+    for batch in _batches(entries, draw, recipe.seed):
         draw.add(batch)
     documents = sorted(draw.documents, key=lambda text: (text.domain, text.place))
     if not documents:
-        raise MoesaicError(_nothing(draw, choice, name))
+        raise MoesaicError(_nothing(draw, recipe, name))
     largest = max(int(text.ids.max()) for text in documents)
     if largest >= vocab_size:
         raise MoesaicError(f"{name}: the tokenizer gives token {largest}, but the model has only {vocab_size}")
@@ -129,13 +131,13 @@ def draw_sample(entries: Iterable[Entry], tokenizer: Any, choice: Choice, *, voc
     )
 
 
-def _nothing(draw: "_Draw", choice: Choice, name: str) -> str:
+def _nothing(draw: "_Draw", recipe: InspectRecipe, name: str) -> str:
     if not draw.records:
         return f"{name}: has no records"
-    if draw.smallest is not None and draw.smallest > choice.tokens:
-        return f"--tokens: {choice.tokens} are fewer than the first document has ({draw.smallest}); give more"
+    if draw.smallest is not None and draw.smallest > recipe.most_tokens:
+        return f"--tokens: {recipe.most_tokens} are fewer than the first document has ({draw.smallest}); give more"
     return (
-        f"{name}: none of {draw.records} documents has {choice.min_length} to {choice.max_length} tokens "
+        f"{name}: none of {draw.records} documents has {recipe.min_length} to {recipe.max_length} tokens "
         f"({draw.too_short} are shorter, {draw.too_long} longer); set --min-length and --max-length"
     )
 
@@ -143,9 +145,10 @@ def _nothing(draw: "_Draw", choice: Choice, name: str) -> str:
 class _Draw:
     """The documents chosen so far: a heap with the last place on top."""
 
-    def __init__(self, tokenizer: Any, choice: Choice) -> None:
+    def __init__(self, tokenizer: Any, recipe: InspectRecipe) -> None:
         self._tokenizer = tokenizer
-        self._choice = choice
+        self._recipe = recipe
+        self._most_tokens = recipe.most_tokens
         self._heap: list[tuple[int, int, Text]] = []
         self._tokens = 0
         self._limit = 1 << 64
@@ -166,12 +169,12 @@ class _Draw:
         """Tokenise and take what fits."""
         for (place, entry), encoded in zip(batch, self._encode([entry.text for _, entry in batch]), strict=True):
             ids, offsets, special = encoded
-            if len(ids) < self._choice.min_length:
+            if len(ids) < self._recipe.min_length:
                 self.too_short += 1
-            elif len(ids) > self._choice.max_length:
+            elif len(ids) > self._recipe.max_length:
                 self.too_long += 1
             else:
-                self._push(_text(entry, place, ids, offsets, special, self._choice.document_tokens))
+                self._push(_text(entry, place, ids, offsets, special, self._recipe.document_tokens))
 
     def _push(self, text: Text) -> None:
         if text.place >= self._limit:
@@ -180,16 +183,16 @@ class _Draw:
         self.smallest = size if self.smallest is None else min(self.smallest, size)
         heapq.heappush(self._heap, (-text.place, len(self._heap), text))
         self._tokens += size
-        while self._tokens > self._choice.tokens:
+        while self._tokens > self._most_tokens:
             _, _, last = heapq.heappop(self._heap)
             self._tokens -= len(last.ids)
             self._limit = last.place
 
     def _encode(self, texts: list[str]) -> Iterator[tuple[list[int], list[tuple[int, int]], list[int]]]:
-        most = _CHARACTERS_PER_TOKEN * (self._choice.max_length + 1)
+        most = _CHARACTERS_PER_TOKEN * (self._recipe.max_length + 1)
         for index, encoding in enumerate(self._tokenize([text[:most] for text in texts])):
             # A text that is cut and yet has few tokens is a strange one: all of it must be looked at.
-            whole = len(texts[index]) <= most or len(encoding[0]) > self._choice.max_length
+            whole = len(texts[index]) <= most or len(encoding[0]) > self._recipe.max_length
             yield encoding if whole else next(self._tokenize([texts[index]]))
 
     def _tokenize(self, texts: list[str]) -> Iterator[tuple[list[int], list[tuple[int, int]], list[int]]]:
@@ -225,15 +228,11 @@ def token_strings(text: Text, special_token: Any) -> list[str]:
     return pieces
 
 
-def _numbered(entries: Iterable[Entry], seed: int) -> Iterator[tuple[int, Entry]]:
-    for number, entry in enumerate(entries):
-        yield xxhash.xxh3_64_intdigest(f"document/{seed}/{number}".encode()), entry
-
-
-def _batches(entries: Iterator[tuple[int, Entry]], draw: _Draw) -> Iterator[list[tuple[int, Entry]]]:
+def _batches(entries: Iterable[Entry], draw: _Draw, seed: int) -> Iterator[list[tuple[int, Entry]]]:
     batch: list[tuple[int, Entry]] = []
     size = 0
-    for place, entry in entries:
+    for number, entry in enumerate(entries):
+        place = seeds.order("document", seed, number)
         if draw.wants(place):
             batch.append((place, entry))
             size += len(entry.text)
@@ -242,3 +241,99 @@ def _batches(entries: Iterator[tuple[int, Entry]], draw: _Draw) -> Iterator[list
             batch, size = [], 0
     if batch:
         yield batch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Vocabulary:
+    """The most frequent token ids of a sample, and which of them each token is."""
+
+    ids_V: Int[ndarray, " vocabulary"]
+    counts_V: Int[ndarray, " vocabulary"]
+    """Occurrences in the sample."""
+    index_T: Int[ndarray, " tokens"]
+    """Index into `ids_V`; V for a token that is too rare."""
+
+
+def frequent_tokens(ids_T: UInt[ndarray, " tokens"]) -> Vocabulary:
+    """The ids with at least `LEAST_OCCURRENCES`, and no more than `MOST_TOKENS` of them: by frequency, then by id."""
+    ids, inverse_T, counts = np.unique(ids_T, return_inverse=True, return_counts=True)
+    order = np.lexsort((ids, -counts))
+    kept = order[counts[order] >= LEAST_OCCURRENCES][:MOST_TOKENS]
+    place = np.full(len(ids), len(kept), dtype=np.int64)
+    place[kept] = np.arange(len(kept))
+    return Vocabulary(ids_V=ids[kept].astype(np.int64), counts_V=counts[kept], index_T=place[inverse_T])
+
+
+def string_of(tokenizer: Any) -> Callable[[int], str]:
+    """Token id -> its text; for a part of a character the tokenizer's own spelling of its bytes."""
+    known: dict[int, str] = {}
+
+    def string(token: int) -> str:
+        if token not in known:
+            text = tokenizer.decode([token])
+            spelled = str(tokenizer.convert_ids_to_tokens(token))
+            known[token] = spelled if _BROKEN in text or not text else text
+        return known[token]
+
+    return string
+
+
+class Entries:
+    """The records of all data, in the order given; `domain_field` is known after they were read."""
+
+    def __init__(self, data: Sequence[str], domain_field: str | None, *, quiet: bool = True) -> None:
+        self._data = data
+        self._asked = domain_field
+        self._quiet = quiet
+        self.domain_field: str | None = None
+        """The field that domains came from; None where all are names of files."""
+
+    def __iter__(self) -> Iterator[Entry]:
+        for source in self._data:
+            if source.startswith(PREFIX):
+                yield from self._entries(read_hub(resolve_hub(source)), source)
+                continue
+            files = find_files(SourceRecipe(path=source, domain="inspect"), quiet=self._quiet)
+            with progress(sum(file.size for file in files), label=f"reading {source}", quiet=self._quiet) as tick:
+                for file in files:
+                    records = read_records(file, None, tick)
+                    yield from self._entries(records, str(file.path), has_fields=file.format != "text")
+
+    def _entries(self, records: Iterator[Record], name: str, *, has_fields: bool = True) -> Iterator[Entry]:
+        field = self._asked or DOMAIN_FIELD
+        from_field: bool | None = None
+        for record in records:
+            if from_field is None:
+                from_field = has_fields and (self._asked is not None or field in record.fields)
+                self._tell(name, field, from_field)
+            domain = _domain(record, field) if from_field else domain_of(name)
+            yield Entry(_text_of(record), domain, record.where)
+
+    def _tell(self, name: str, field: str, from_field: bool) -> None:
+        if from_field:
+            self.domain_field = field
+        else:
+            notice(f"{name}: has no field {field!r}; the domain is {domain_of(name)!r}", quiet=self._quiet)
+
+
+def _domain(record: Record, field: str) -> str:
+    value = record.fields.get(field)
+    if isinstance(value, str) and value:
+        return value
+    if type(value) in (int, bool):
+        return str(value)
+    if field in record.fields:
+        raise MoesaicError(f"{record.where}: field {field!r} must name a domain, found {value!r}")
+    known = ", ".join(sorted(map(str, record.fields)))
+    raise MoesaicError(f"{record.where}: no field {field!r}; the record has {known}; set --domain-field")
+
+
+def _text_of(record: Record) -> str:
+    text = render(record.fields, None, record.where)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise MoesaicError(
+            f"{record.where}: the text is not valid Unicode (a lone surrogate at character {error.start}); remove it"
+        ) from error
+    return text

@@ -1,56 +1,117 @@
-"""All sums over tokens that one pass over a capture gives.
+"""One pass over a capture: sums over its tokens, and the numbers that are shown made of them.
 
-Letters: T tokens of a block, N domains, L MoE layers, E experts, K active, B buckets of positions, V frequent token
-strings, R ranked documents.
+Letters: T tokens of a block, S scopes, N domains, L MoE layers, E experts, K active, B buckets of positions, V frequent
+token strings, R ranked documents.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
+from numpy import ndarray
 from torch import Tensor
 
-from moesaic.analysis.blocks import Block, blocks, router_probabilities
-from moesaic.analysis.capture import Capture
-from moesaic.analysis.documents import Sample
-from moesaic.analysis.vocabulary import Vocabulary
+from moesaic.analysis.capture import Block, Capture, blocks, router_probabilities
+from moesaic.analysis.documents import Sample, Vocabulary
+from moesaic.analysis.health import effective_experts, levels, normalised_entropy
 from moesaic.common.progress import progress
 from moesaic.routing.capture import Scoring
-from moesaic.routing.stats import RoutingStats, measure_stats
-from moesaic.routing.types import RoutingDecision
+from moesaic.routing.rules import RoutingDecision
+from moesaic.routing.stats import RoutingStats, load_shares, measure_stats, summarise_load, within_group_coselection
 
 RANKED_DOCUMENTS = 5
 
+Groups = Sequence[Sequence[int]] | None
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+
 class Measured:
-    """Sums over all tokens, or per domain, of one model."""
+    """Sums over all tokens of one model, or per domain: float64, and integers for counts."""
 
-    domains: tuple[RoutingStats, ...]
-    """One per domain, pairs included."""
-    confidence_NL: Tensor
-    """Sum over a domain's tokens of the largest probability, float64."""
-    document_sum_NLE: Tensor
-    """Sum over a domain's documents of their mean probabilities, float64."""
-    first_LE: Tensor
-    """Sum over first tokens of the probabilities, float64."""
-    bucket_start_B: np.ndarray
-    bucket_tokens_B: Tensor
-    bucket_counts_BLE: Tensor
-    """Selections by tokens of a bucket, int64."""
-    bucket_confidence_BL: Tensor
-    bucket_to_document_BL: Tensor
-    bucket_to_previous_BL: Tensor
-    """Sums over a bucket's tokens, float64."""
-    token_counts_VLE: Tensor
-    """How often a token string selected an expert, int32."""
-    top_documents_RLE: Tensor
-    top_means_RLE: Tensor
-    """For each expert the documents with the highest mean probability, best first; -1 where there are fewer."""
+    def __init__(self, *, domains: int, layers: int, experts: int, strings: int, document_tokens: int) -> None:
+        wide = torch.float64
+        self.bucket_start_B = position_buckets(document_tokens)
+        buckets = len(self.bucket_start_B)
+        self.domains: list[RoutingStats] = []
+        """One per domain, pairs included."""
+        self.confidence_NL = torch.zeros(domains, layers, dtype=wide)
+        """Sum over a domain's tokens of the largest probability."""
+        self.document_sum_NLE = torch.zeros(domains, layers, experts, dtype=wide)
+        """Sum over a domain's documents of their mean probabilities."""
+        self.first_LE = torch.zeros(layers, experts, dtype=wide)
+        """Sum over first tokens of the probabilities."""
+        self.bucket_tokens_B = torch.zeros(buckets, dtype=torch.int64)
+        self.bucket_counts_BLE = torch.zeros(buckets, layers, experts, dtype=torch.int64)
+        """Selections by tokens of a bucket."""
+        self.bucket_confidence_BL, self.bucket_to_document_BL, self.bucket_to_previous_BL = torch.zeros(
+            3, buckets, layers, dtype=wide
+        )
+        self.token_counts_VLE = torch.zeros(strings + 1, layers, experts, dtype=torch.int32)
+        """How often a token string selected an expert; the last row is of the strings that are too rare."""
+        self.top_documents_RLE = torch.full((RANKED_DOCUMENTS, layers, experts), -1, dtype=torch.int64)
+        self.top_means_RLE = torch.full((RANKED_DOCUMENTS, layers, experts), -1.0)
+        """For each expert the documents with the highest mean probability, best first; -1 where there are fewer."""
+
+    def add_stats(self, block: Block, probability_TLE: Tensor, ids_TLK: Tensor, weights_TLK: Tensor) -> None:
+        """What the routers chose."""
+        decisions = [
+            # Softmax of the logarithm of probabilities gives them back, whatever they were computed from.
+            RoutingDecision(
+                logits_TE=probability_TLE[:, layer].log(),
+                expert_ids_TK=ids_TLK[:, layer],
+                weights_TK=weights_TLK[:, layer],
+            )
+            for layer in range(probability_TLE.shape[1])
+        ]
+        stats = measure_stats(decisions, torch.ones(len(probability_TLE), dtype=torch.bool), pairs=True)
+        if block.domain == len(self.domains):  # documents are ordered by domain
+            self.domains.append(stats)
+        else:
+            self.domains[block.domain] += stats
+        self.confidence_NL[block.domain] += probability_TLE.amax(dim=-1).sum(dim=0, dtype=torch.float64)
+
+    def add_documents(self, block: Block, probability_TLE: Tensor, document_T: Tensor) -> Tensor:
+        """Mean probabilities of the block's documents; keeps their sum and, for each expert, the best of them."""
+        documents = block.last_document - block.first_document
+        lengths_D = document_T.bincount(minlength=documents)
+        means_DLE = torch.zeros(documents, *probability_TLE.shape[1:]).index_add_(0, document_T, probability_TLE)
+        means_DLE /= lengths_D[:, None, None]
+        self.document_sum_NLE[block.domain] += means_DLE.sum(dim=0, dtype=torch.float64)
+        first_T = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_D.cumsum(0)[:-1]])
+        self.first_LE += probability_TLE[first_T].sum(dim=0, dtype=torch.float64)
+        here_D = torch.arange(block.first_document, block.last_document)
+        candidates = torch.cat([self.top_documents_RLE, here_D[:, None, None].expand_as(means_DLE)])
+        # Stable, so that of equal means the document that came first stays first.
+        order = torch.cat([self.top_means_RLE, means_DLE]).sort(dim=0, descending=True, stable=True)
+        self.top_means_RLE = order.values[:RANKED_DOCUMENTS].clone()
+        self.top_documents_RLE = candidates.gather(0, order.indices[:RANKED_DOCUMENTS])
+        return means_DLE
+
+    def add_positions(self, bucket_T: Tensor, probability_TLE: Tensor, ids_TLK: Tensor, mean_TLE: Tensor) -> None:
+        """How routing changes over a document; `mean_TLE` is that of each token's whole document."""
+        self.bucket_tokens_B += bucket_T.bincount(minlength=len(self.bucket_tokens_B))
+        self.bucket_confidence_BL.index_add_(0, bucket_T, probability_TLE.amax(dim=-1).double())
+        cosine_TL = F.cosine_similarity(probability_TLE, mean_TLE, dim=-1)
+        self.bucket_to_document_BL.index_add_(0, bucket_T, cosine_TL.double())
+        # The first token of a document has none before it: bucket 0, which is not reported.
+        before_TL = F.cosine_similarity(probability_TLE[1:], probability_TLE[:-1], dim=-1)
+        self.bucket_to_previous_BL.index_add_(0, bucket_T[1:], before_TL.double())
+        _count(self.bucket_counts_BLE, bucket_T, ids_TLK)
 
 
-def position_buckets(document_tokens: int) -> np.ndarray:
+def _count(counts_XLE: Tensor, row_T: Tensor, ids_TLK: Tensor) -> None:
+    """Add one for each selection, at its token's row, its layer and its expert."""
+    _, layers, experts = counts_XLE.shape
+    cell_TLK = (row_T[:, None, None] * layers + torch.arange(layers)[:, None]) * experts + ids_TLK
+    ones = torch.ones(cell_TLK.numel(), dtype=counts_XLE.dtype)
+    counts_XLE.view(-1).index_add_(0, cell_TLK.flatten(), ones)
+
+
+def position_buckets(document_tokens: int) -> ndarray:
     """First positions of buckets that double in size: 0, 1, 2, 4, 8, ..."""
     starts = [0, *(2**power for power in range(32) if 2**power < document_tokens)]
     return np.array(starts, dtype=np.int64)
@@ -67,14 +128,15 @@ def measure(
 ) -> Measured:
     """One pass over the captured tokens."""
     _, layers, experts = capture.logits.shape
-    sums = _Sums(
+    sums = Measured(
         domains=len(sample.domains),
         layers=layers,
         experts=experts,
         strings=len(vocabulary.ids_V),
-        starts_B=torch.from_numpy(position_buckets(document_tokens)),
+        document_tokens=document_tokens,
     )
-    position_T = torch.from_numpy(sample.position_T)
+    position_T, starts_B = torch.from_numpy(sample.position_T), torch.from_numpy(sums.bucket_start_B)
+    all_document_T = torch.from_numpy(sample.document_T)
     with progress(sample.tokens, unit="tokens", label="measuring", quiet=quiet) as tick:
         for block in blocks(sample):
             rows = slice(block.start, block.stop)
@@ -82,104 +144,85 @@ def measure(
             ids_TLK = torch.from_numpy(capture.ids.read(block.start, block.stop).astype(np.int64))
             weights_TLK = torch.from_numpy(capture.weights.read(block.start, block.stop))
             sums.add_stats(block, probability_TLE, ids_TLK, weights_TLK)
-            document_T = _documents(sample, block)
+            document_T = all_document_T[rows].long() - block.first_document
             means_DLE = sums.add_documents(block, probability_TLE, document_T)
-            bucket_T = torch.searchsorted(sums.starts_B, position_T[rows].long(), right=True) - 1
+            bucket_T = torch.searchsorted(starts_B, position_T[rows].long(), right=True) - 1
             sums.add_positions(bucket_T, probability_TLE, ids_TLK, means_DLE[document_T])
-            sums.add_strings(torch.from_numpy(vocabulary.index_T[rows]), ids_TLK)
+            _count(sums.token_counts_VLE, torch.from_numpy(vocabulary.index_T[rows]), ids_TLK)
             tick(block.stop - block.start)
-    return sums.done()
+    return sums
 
 
-def _documents(sample: Sample, block: Block) -> Tensor:
-    """Document of each token, counted from the block's first."""
-    lengths = np.diff(sample.start_D1[block.first_document : block.last_document + 1])
-    return torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+def derive(measured: Measured, sample: Sample, *, active: int, groups: Groups) -> dict[str, ndarray]:
+    """The fields of `Statistics` that need no clusters."""
+    scopes = [reduce(add, measured.domains), *measured.domains]
+    confidence_SL = torch.cat([measured.confidence_NL.sum(dim=0, keepdim=True), measured.confidence_NL])
+    tokens_S = torch.stack([scope.tokens for scope in scopes]).double()
+    counts_SLE = torch.stack([scope.counts_LE for scope in scopes])
+    load_SLE = torch.stack([load_shares(scope.counts_LE) for scope in scopes]).numpy()
+    collapse = [summarise_load(scope.counts_LE) for scope in scopes]
+    effective_SL = effective_experts(load_SLE)
+    dead_SL = np.array([one["dead_experts"] for one in collapse])
+    experts = load_SLE.shape[-1]
+    pairs_LEE = scopes[0].pairs_LEE
+    assert pairs_LEE is not None, "measured with pairs"
+    entropies_SL = torch.stack([scope.entropy_L for scope in scopes])
+    documents_N = np.bincount(sample.domain_D, minlength=len(sample.domains))
+    probability_NLE = measured.document_sum_NLE.numpy() / documents_N[:, None, None]
+    return {
+        "counts_SLE": counts_SLE.numpy(),
+        "load_SLE": load_SLE,
+        "mass_SLE": torch.stack([scope.probability_LE / scope.tokens for scope in scopes]).numpy(),
+        "entropy_SL": np.array([one["load_entropy"] for one in collapse]),
+        "largest_SL": np.array([one["largest_share"] for one in collapse]),
+        "two_busiest_SL": np.array([one["two_busiest_share"] for one in collapse]),
+        "dead_SL": dead_SL,
+        "effective_SL": effective_SL,
+        "coselection_SL": np.stack([_coselection(scope, groups) for scope in scopes]),
+        "confidence_SL": (confidence_SL / tokens_S[:, None]).numpy(),
+        "uncertainty_SL": (entropies_SL / tokens_S[:, None]).numpy() / np.log(max(2, experts)),
+        "level_SL": levels(counts_SLE.numpy(), effective_SL, dead_SL, active),
+        "pairs_LEE": pairs_LEE.numpy(),
+        "probability_NLE": probability_NLE,
+        "similarity_LNN": np.stack([cosine(layer_NE) for layer_NE in probability_NLE.swapaxes(0, 1)]),
+        "similarity_NN": cosine(probability_NLE.reshape(len(probability_NLE), -1)),
+        **_positions(measured),
+    }
 
 
-class _Sums:
-    def __init__(self, *, domains: int, layers: int, experts: int, strings: int, starts_B: Tensor) -> None:
-        buckets = len(starts_B)
-        self.starts_B = starts_B
-        self._stats: list[RoutingStats | None] = [None] * domains
-        self._confidence_NL = torch.zeros(domains, layers, dtype=torch.float64)
-        self._document_sum_NLE = torch.zeros(domains, layers, experts, dtype=torch.float64)
-        self._first_LE = torch.zeros(layers, experts, dtype=torch.float64)
-        self._tokens_B = torch.zeros(buckets, dtype=torch.int64)
-        self._counts_BLE = torch.zeros(buckets, layers, experts, dtype=torch.int64)
-        self._confidence_BL, self._to_document_BL, self._to_previous_BL = torch.zeros(
-            3, buckets, layers, dtype=torch.float64
-        )
-        self._strings_VLE = torch.zeros(strings + 1, layers, experts, dtype=torch.int32)
-        self._top_documents_RLE = torch.full((RANKED_DOCUMENTS, layers, experts), -1, dtype=torch.int64)
-        self._top_means_RLE = torch.full((RANKED_DOCUMENTS, layers, experts), -1.0)
+def cosine(rows_NX: Float[ndarray, "rows features"]) -> Float[ndarray, "rows rows"]:
+    """Cosine of every row with every other."""
+    unit_NX = rows_NX / np.linalg.norm(rows_NX, axis=-1, keepdims=True)
+    return unit_NX @ unit_NX.T
 
-    def add_stats(self, block: Block, probability_TLE: Tensor, ids_TLK: Tensor, weights_TLK: Tensor) -> None:
-        decisions = [
-            # Softmax of the logarithm of probabilities gives them back, whatever they were computed from.
-            RoutingDecision(
-                logits_TE=probability_TLE[:, layer].log(),
-                expert_ids_TK=ids_TLK[:, layer],
-                weights_TK=weights_TLK[:, layer],
-            )
-            for layer in range(probability_TLE.shape[1])
-        ]
-        everything_T = torch.ones(len(probability_TLE), dtype=torch.bool)
-        stats = measure_stats(decisions, everything_T, pairs=True)
-        before = self._stats[block.domain]
-        self._stats[block.domain] = stats if before is None else before + stats
-        self._confidence_NL[block.domain] += probability_TLE.amax(dim=-1).sum(dim=0, dtype=torch.float64)
 
-    def add_documents(self, block: Block, probability_TLE: Tensor, document_T: Tensor) -> Tensor:
-        """Mean probabilities of the block's documents; keeps their sum and, for each expert, the best of them."""
-        documents = block.last_document - block.first_document
-        lengths_D = document_T.bincount(minlength=documents)
-        means_DLE = torch.zeros(documents, *probability_TLE.shape[1:]).index_add_(0, document_T, probability_TLE)
-        means_DLE /= lengths_D[:, None, None]
-        self._document_sum_NLE[block.domain] += means_DLE.sum(dim=0, dtype=torch.float64)
-        first_T = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_D.cumsum(0)[:-1]])
-        self._first_LE += probability_TLE[first_T].sum(dim=0, dtype=torch.float64)
-        here_D = torch.arange(block.first_document, block.last_document)
-        candidates = torch.cat([self._top_documents_RLE, here_D[:, None, None].expand_as(means_DLE)])
-        # Stable, so that of equal means the document that came first stays first.
-        order = torch.cat([self._top_means_RLE, means_DLE]).sort(dim=0, descending=True, stable=True)
-        self._top_means_RLE = order.values[:RANKED_DOCUMENTS].clone()
-        self._top_documents_RLE = candidates.gather(0, order.indices[:RANKED_DOCUMENTS])
-        return means_DLE
+def first_token_cosine(measured: Measured) -> tuple[float, ...]:
+    """Per layer, cosine of the mean probabilities of first tokens and of all others; 0 where there are no others."""
+    rest_LE = reduce(add, measured.domains).probability_LE - measured.first_LE
+    if measured.bucket_tokens_B[1:].sum() == 0:
+        return (0.0,) * len(rest_LE)
+    return tuple(torch.nn.functional.cosine_similarity(measured.first_LE, rest_LE, dim=-1).tolist())
 
-    def add_positions(self, bucket_T: Tensor, probability_TLE: Tensor, ids_TLK: Tensor, mean_TLE: Tensor) -> None:
-        self._tokens_B += bucket_T.bincount(minlength=len(self.starts_B))
-        self._confidence_BL.index_add_(0, bucket_T, probability_TLE.amax(dim=-1).double())
-        cosine_TL = F.cosine_similarity(probability_TLE, mean_TLE, dim=-1)
-        self._to_document_BL.index_add_(0, bucket_T, cosine_TL.double())
-        # The first token of a document has none before it: bucket 0, which is not reported.
-        before_TL = F.cosine_similarity(probability_TLE[1:], probability_TLE[:-1], dim=-1)
-        self._to_previous_BL.index_add_(0, bucket_T[1:], before_TL.double())
-        _, layers, experts = self._counts_BLE.shape
-        cell_TLK = (bucket_T[:, None, None] * layers + torch.arange(layers)[:, None]) * experts + ids_TLK
-        self._counts_BLE += cell_TLK.flatten().bincount(minlength=self._counts_BLE.numel()).view_as(self._counts_BLE)
 
-    def add_strings(self, string_T: Tensor, ids_TLK: Tensor) -> None:
-        _, layers, experts = self._strings_VLE.shape
-        cell_TLK = (string_T[:, None, None] * layers + torch.arange(layers)[:, None]) * experts + ids_TLK
-        ones = torch.ones(cell_TLK.numel(), dtype=torch.int32)
-        self._strings_VLE.view(-1).index_add_(0, cell_TLK.flatten(), ones)
+def _coselection(stats: RoutingStats, groups: Groups) -> Float[ndarray, " layers"]:
+    layers = len(stats.counts_LE)
+    if groups is None:
+        return np.full(layers, np.nan)
+    return np.array([float(within_group_coselection(stats, groups[layer])[layer]) for layer in range(layers)])
 
-    def done(self) -> Measured:
-        stats = [one for one in self._stats if one is not None]
-        assert len(stats) == len(self._stats), "every domain has tokens"
-        return Measured(
-            domains=tuple(stats),
-            confidence_NL=self._confidence_NL,
-            document_sum_NLE=self._document_sum_NLE,
-            first_LE=self._first_LE,
-            bucket_start_B=self.starts_B.numpy(),
-            bucket_tokens_B=self._tokens_B,
-            bucket_counts_BLE=self._counts_BLE,
-            bucket_confidence_BL=self._confidence_BL,
-            bucket_to_document_BL=self._to_document_BL,
-            bucket_to_previous_BL=self._to_previous_BL,
-            token_counts_VLE=self._strings_VLE[:-1],
-            top_documents_RLE=self._top_documents_RLE,
-            top_means_RLE=self._top_means_RLE,
-        )
+
+def _positions(measured: Measured) -> dict[str, Any]:
+    tokens_B1 = measured.bucket_tokens_B[:, None].double()
+    counts_BLE = measured.bucket_counts_BLE.double().numpy()
+    with np.errstate(invalid="ignore"):
+        load_BLE = np.nan_to_num(counts_BLE / counts_BLE.sum(axis=-1, keepdims=True))
+    to_previous_BL = (measured.bucket_to_previous_BL / tokens_B1).numpy()
+    to_previous_BL[0] = np.nan
+    return {
+        "bucket_start_B": measured.bucket_start_B,
+        "bucket_tokens_B": measured.bucket_tokens_B.numpy(),
+        "position_confidence_BL": (measured.bucket_confidence_BL / tokens_B1).numpy(),
+        "position_entropy_BL": normalised_entropy(load_BLE),
+        "position_to_document_BL": (measured.bucket_to_document_BL / tokens_B1).numpy(),
+        "position_to_previous_BL": to_previous_BL,
+    }

@@ -29,8 +29,7 @@ def train(call: Call) -> int:
     recipe, out = call.recipe, Path(str(call.out))
     resume, overwrite = call.further.get("resume", False), call.run["overwrite"]
     if call.run["dry_run"]:
-        from moesaic.training.folder import refuse_content, refuse_overlap
-        from moesaic.training.local_files import require_local_files
+        from moesaic.training.folder import refuse_content, refuse_overlap, require_local_files
         from moesaic.training.planning import plan_train
 
         refuse_overlap(out, recipe)

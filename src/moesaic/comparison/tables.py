@@ -2,11 +2,12 @@
 
 import csv
 import io
+import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from moesaic.expansion.measures import Interval
+from moesaic.common.intervals import Interval
 
 Format = Literal["table", "md", "csv", "json"]
 
@@ -39,18 +40,17 @@ class Table:
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
 
-    def best(self, column: int) -> set[int]:
-        """Rows with the best value of a column; none where fewer than two rows have one."""
-        want = self.headings[column].best
-        values = {
-            number: row.cells[column].value  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-            for number, row in enumerate(self.rows)
-            if isinstance(row.cells[column], Interval)
-        }
-        if want is None or len(values) < 2:
-            return set()
-        top = max(values.values()) if want == "high" else min(values.values())
-        return {number for number, value in values.items() if value == top}
+    @property
+    def best(self) -> list[set[int]]:
+        """For each column, the rows with its best value; none where fewer than two rows have one."""
+        found = []
+        for place, heading in enumerate(self.headings):
+            cells = {number: row.cells[place] for number, row in enumerate(self.rows)}
+            values = {number: cell.value for number, cell in cells.items() if isinstance(cell, Interval)}
+            top = max(values.values(), default=0.0) if heading.best == "high" else min(values.values(), default=0.0)
+            marked = heading.best is not None and len(values) > 1
+            found.append({number for number, value in values.items() if marked and value == top})
+        return found
 
 
 def cell_text(cell: Interval | str | None, heading: Heading) -> str:
@@ -88,8 +88,14 @@ def to_json(tables: Iterable[Table]) -> dict[str, Any]:
             {
                 "title": table.title,
                 "columns": [heading.title for heading in table.headings],
-                "rows": [{"name": row.name, "cells": [_plain(cell) for cell in row.cells]} for row in table.rows],
-                "best": [sorted(table.rows[row].name for row in table.best(place)) for place in _places(table)],
+                "rows": [
+                    {
+                        "name": row.name,
+                        "cells": [asdict(cell) if isinstance(cell, Interval) else cell for cell in row.cells],
+                    }
+                    for row in table.rows
+                ],
+                "best": [sorted(table.rows[row].name for row in best) for best in table.best],
                 "notes": list(table.notes),
             }
             for table in tables
@@ -97,25 +103,15 @@ def to_json(tables: Iterable[Table]) -> dict[str, Any]:
     }
 
 
-def _plain(cell: Interval | str | None) -> Any:
-    return {"value": cell.value, "low": cell.low, "high": cell.high} if isinstance(cell, Interval) else cell
-
-
-def _places(table: Table) -> range:
-    return range(len(table.headings))
-
-
 def _texts(table: Table, mark: Callable[[str], str]) -> list[list[str]]:
-    best = [table.best(place) for place in _places(table)]
-    return [
-        [
-            mark(cell_text(cell, table.headings[place]))
-            if number in best[place]
-            else cell_text(cell, table.headings[place])
-            for place, cell in enumerate(row.cells)
-        ]
-        for number, row in enumerate(table.rows)
+    rows = [
+        [cell_text(cell, heading) for cell, heading in zip(row.cells, table.headings, strict=True)]
+        for row in table.rows
     ]
+    for place, best in enumerate(table.best):
+        for number in best:
+            rows[number][place] = mark(rows[number][place])
+    return rows
 
 
 def _text(tables: Sequence[Table], bold: bool) -> list[str]:
@@ -124,10 +120,9 @@ def _text(tables: Sequence[Table], bold: bool) -> list[str]:
         texts = _texts(table, lambda text: f"{text}*")
         names = [row.name for row in table.rows]
         first = max(map(len, ["", *names]))
-        widths = [
-            max(map(len, [table.headings[place].title, *(line[place] for line in texts)])) for place in _places(table)
-        ]
-        lines += [table.title, _line("", [heading.title for heading in table.headings], first, widths, bold=False)]
+        titles = [heading.title for heading in table.headings]
+        widths = [max(map(len, column)) for column in zip(titles, *texts, strict=True)]
+        lines += [table.title, _line("", titles, first, widths, bold=False)]
         lines += [_line(name, line, first, widths, bold=bold) for name, line in zip(names, texts, strict=True)]
         lines += [f"  {note}" for note in table.notes]
         lines.append("")
@@ -161,18 +156,15 @@ def _csv(tables: Sequence[Table], _bold: bool) -> list[str]:
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(["table", "row", "column", "value", "low", "high", "best"])
     for table in tables:
-        best = [table.best(place) for place in _places(table)]
+        best = table.best
         for number, row in enumerate(table.rows):
-            for place, cell in enumerate(row.cells):
-                numbers = [cell.value, cell.low, cell.high] if isinstance(cell, Interval) else [cell, None, None]
-                marked = int(number in best[place])
-                writer.writerow([table.title, row.name, table.headings[place].title, *numbers, marked])
+            for place, (cell, heading) in enumerate(zip(row.cells, table.headings, strict=True)):
+                values = [cell.value, cell.low, cell.high] if isinstance(cell, Interval) else [cell, None, None]
+                writer.writerow([table.title, row.name, heading.title, *values, int(number in best[place])])
     return stream.getvalue().splitlines()
 
 
 def _json(tables: Sequence[Table], _bold: bool) -> list[str]:
-    import json
-
     return json.dumps(to_json(tables), indent=2, ensure_ascii=False).splitlines()
 
 

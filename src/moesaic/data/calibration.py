@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 from moesaic.common import seeds
 from moesaic.common.errors import MoesaicError
-from moesaic.data.files import find_files
+from moesaic.data.files import find_files, read_records
 from moesaic.data.mmlu import category_of
-from moesaic.data.readers import read_records
 from moesaic.data.recipe import SourceRecipe
 
 _FIELD = re.compile(r"\{(\w+)\}")
@@ -122,7 +121,7 @@ def render(fields: Mapping[str, Any], template: str | None, where: str) -> str:
     """The text of one record."""
     if template is not None:
         known = dict(fields)
-        if _is_choice(fields):
+        if is_choice(fields):
             known["answer_text"] = fields["choices"][fields["answer"]]
         return _FIELD.sub(lambda match: str(_field(known, match[1], where)), template.replace("\\n", "\n"))
     for needed, text in _TEXTS:
@@ -150,13 +149,14 @@ def _field(fields: Mapping[str, Any], name: str, where: str) -> Any:
     return fields[name]
 
 
-def _is_choice(fields: Mapping[str, Any]) -> bool:
+def is_choice(fields: Mapping[str, Any]) -> bool:
+    """Whether a record is a multiple-choice question with an answer that is the number of one of its choices."""
     choices, answer = fields.get("choices"), fields.get("answer")
     return isinstance(choices, list) and type(answer) is int and 0 <= answer < len(choices)
 
 
 def _choice(fields: Mapping[str, Any], where: str) -> str:
-    if not _is_choice(fields):
+    if not is_choice(fields):
         raise MoesaicError(f"{where}: answer must be the index of one of the choices, got {fields['answer']!r}")
     return _asked(fields, str(fields["choices"][fields["answer"]]))
 

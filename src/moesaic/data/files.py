@@ -1,9 +1,19 @@
-"""Which files a source consists of, and the hash of their content."""
+"""Documents where they lie: files, folders and hub data sets, and their records one after the other in bounded memory.
 
+What a source consists of is settled before anything is read: `find_files` with `hash_files`, or `resolve_hub` with a
+commit. These say what the content is; `read_records` and `read_hub` give it.
+"""
+
+import importlib
+import json
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import xxhash
 
@@ -12,6 +22,7 @@ from moesaic.common.progress import Tick, notice, progress
 from moesaic.data.recipe import SourceRecipe
 
 Format = Literal["jsonl", "parquet", "text"]
+Fields = tuple[str, ...] | None
 SUFFIXES: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -21,7 +32,14 @@ SUFFIXES: dict[str, Format] = {
     ".md": "text",
 }
 COMPRESSED = (".gz", ".zst")
+PREFIX = "hf://"
 HASH_CHUNK = 1 << 22
+READ_CHUNK = 1 << 16
+PARQUET_ROWS = 256
+
+_REFERENCE = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[^:@]+))?(:(?P<first>[^:]+))?(:(?P<second>[^:]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +55,24 @@ class DataFile:
     def compression(self) -> str:
         """The ending that says how the file is compressed, or nothing."""
         return self.path.suffix if self.path.suffix in COMPRESSED else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubData:
+    """A split of a hub data set at one commit, which stands for its content."""
+
+    name: str
+    commit: str
+    config: str | None
+    split: str
+
+
+class Record(NamedTuple):
+    """One record and the place it came from."""
+
+    where: str
+    """For messages: `FILE:LINE`, `FILE: row N` or `FILE`."""
+    fields: dict[str, Any]
 
 
 def find_files(source: SourceRecipe, *, quiet: bool = False) -> tuple[DataFile, ...]:
@@ -56,8 +92,9 @@ def find_files(source: SourceRecipe, *, quiet: bool = False) -> tuple[DataFile, 
         return (_data_file(path, kind),)
     if not path.is_dir():
         raise MoesaicError(f"{source.path}: no such file or folder; give a path, or hf://org/name for a hub data set")
-    found = [file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path))]
-    kinds: list[tuple[Path, Format | None]] = [(file, _format_of(file, source)) for file in sorted(found)]
+    found = sorted(path.rglob("*"))
+    found = [file for file in found if file.is_file() and not _is_hidden(file.relative_to(path))]
+    kinds: list[tuple[Path, Format | None]] = [(file, _format_of(file, source)) for file in found]
     files = tuple(_data_file(file, kind) for file, kind in kinds if kind is not None)
     if not files:
         raise MoesaicError(f"{path}: no data files in this folder ({', '.join(SUFFIXES)}); set format to read others")
@@ -66,6 +103,24 @@ def find_files(source: SourceRecipe, *, quiet: bool = False) -> tuple[DataFile, 
             f"{path}: reading {len(files)} files, passing over {len(found) - len(files)} of other kinds", quiet=quiet
         )
     return files
+
+
+def _data_file(path: Path, kind: Format) -> DataFile:
+    size = path.stat().st_size
+    if size == 0 and kind != "text":  # an empty text is an empty document, which is counted
+        raise MoesaicError(f"{path}: the file is empty; remove it from the data")
+    return DataFile(path=path, format=kind, size=size)
+
+
+def _format_of(path: Path, source: SourceRecipe) -> Format | None:
+    if source.format != "auto":
+        return source.format
+    name = path.with_suffix("") if path.suffix in COMPRESSED else path
+    return SUFFIXES.get(name.suffix)
+
+
+def _is_hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
 
 
 def hash_files(files: tuple[DataFile, ...], *, label: str, quiet: bool = False) -> list[str]:
@@ -86,19 +141,181 @@ def _hash(path: Path, tick: Tick) -> str:
     return digest.hexdigest()
 
 
-def _data_file(path: Path, kind: Format) -> DataFile:
-    size = path.stat().st_size
-    if size == 0 and kind != "text":  # an empty text is an empty document, which is counted
-        raise MoesaicError(f"{path}: the file is empty; remove it from the data")
-    return DataFile(path=path, format=kind, size=size)
+def read_records(file: DataFile, fields: Fields, tick: Tick) -> Iterator[Record]:
+    """The records of one file; `tick` is told the bytes read from the disk.
+
+    A text file is one record with the first of `fields`. Of parquet, only `fields` are read. None: all fields there
+    are, and `text` of a text file.
+    Raises `MoesaicError` with the file and the line or row for anything that cannot be read.
+    """
+    try:
+        yield from _READERS[file.format](file, fields, tick)
+    except OSError as error:
+        raise MoesaicError(f"{file.path}: cannot be read ({error.strerror or error})") from error
 
 
-def _format_of(path: Path, source: SourceRecipe) -> Format | None:
-    if source.format != "auto":
-        return source.format
-    name = path.with_suffix("") if path.suffix in COMPRESSED else path
-    return SUFFIXES.get(name.suffix)
+def _read_jsonl(file: DataFile, _fields: Fields, tick: Tick) -> Iterator[Record]:
+    for number, line in enumerate(_lines(_chunks(file.path, tick)), start=1):
+        if number == 1:
+            line = line.removeprefix(_BYTE_ORDER_MARK)
+        if line.isspace() or not line:
+            continue
+        where = f"{file.path}:{number}"
+        text = _text(line, where)
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise MoesaicError(f"{where}: not JSON ({error}); expected one object per line") from error
+        if not isinstance(fields, dict):
+            raise MoesaicError(f"{where}: expected a JSON object, found {type(fields).__name__}")
+        yield Record(where, fields)
 
 
-def _is_hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
+def _read_text(file: DataFile, fields: Fields, tick: Tick) -> Iterator[Record]:
+    content = b"".join(_chunks(file.path, tick)).removeprefix(_BYTE_ORDER_MARK)
+    yield Record(str(file.path), {(fields or ("text",))[0]: _text(content, str(file.path))})
+
+
+def _text(content: bytes, where: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise MoesaicError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); re-encode it") from error
+
+
+def _read_parquet(file: DataFile, fields: Fields, tick: Tick) -> Iterator[Record]:
+    pyarrow = import_optional("pyarrow", f"{file.path}: parquet files need")
+    parquet = import_optional("pyarrow.parquet", f"{file.path}: parquet files need")
+    row = 0
+    try:
+        with parquet.ParquetFile(file.path, buffer_size=1 << 20) as table:
+            names = table.schema_arrow.names
+            for name in fields or ():
+                if name not in names:
+                    raise missing_field(str(file.path), name, names)
+            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=fields and list(fields)):
+                tick(file.size * batch.num_rows / table.metadata.num_rows)
+                for values in batch.to_pylist():
+                    row += 1
+                    yield Record(f"{file.path}: row {row}", values)
+    except UnicodeDecodeError as error:
+        raise MoesaicError(f"{file.path}: near row {row + 1}: not UTF-8 ({error.reason}); re-encode it") from error
+    except pyarrow.ArrowException as error:
+        raise MoesaicError(f"{file.path}: damaged or not parquet ({str(error).splitlines()[0]})") from error
+
+
+_READERS: dict[str, Callable[[DataFile, Fields, Tick], Iterator[Record]]] = {
+    "jsonl": _read_jsonl,
+    "parquet": _read_parquet,
+    "text": _read_text,
+}
+
+
+def missing_field(where: str, name: str, present: Any) -> MoesaicError:
+    """The error for a record without a field that the recipe names."""
+    found = ", ".join(sorted(map(str, present))) or "none"
+    return MoesaicError(f"{where}: no field {name!r}; the record has {found}; set text, messages, prompt or tokens")
+
+
+def import_optional(module: str, purpose: str) -> Any:
+    """Import a package of the `train` extra, or say in one line how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MoesaicError(f"{purpose} {module}; pip install 'moesaic[train]'") from error
+
+
+def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    parts: list[bytes] = []
+    for chunk in chunks:
+        first, *others = chunk.split(b"\n")
+        parts.append(first)
+        if others:
+            yield b"".join(parts)
+            yield from others[:-1]
+            parts = [others[-1]]
+    if any(parts):
+        yield b"".join(parts)
+
+
+def _chunks(path: Path, tick: Tick) -> Iterator[bytes]:
+    """The decompressed bytes of a file. A compressed file may consist of several streams one after the other.
+
+    The decoders are driven here because gzip.open and zstandard's reader do not both tell a file that is cut off.
+    """
+    new_decoder = _DECODERS.get(path.suffix)
+    with path.open("rb", buffering=0) as file:
+        decoder = None
+        while chunk := file.read(READ_CHUNK):
+            tick(len(chunk))
+            if new_decoder is None:
+                yield chunk
+                continue
+            try:
+                while chunk:
+                    decoder = decoder or new_decoder(path)
+                    yield decoder.decompress(chunk)
+                    chunk = decoder.unused_data if decoder.eof else b""
+                    decoder = None if decoder.eof else decoder
+            except (zlib.error, getattr(sys.modules.get("zstandard"), "ZstdError", zlib.error)) as error:
+                raise MoesaicError(f"{path}: damaged {path.suffix} file ({error}); fetch it again") from error
+        if decoder is not None:
+            raise MoesaicError(f"{path}: the {path.suffix} file is cut off; fetch it again")
+
+
+def _zstd_decoder(path: Path) -> Any:
+    zstandard = import_optional("zstandard", f"{path}: .zst files need")
+    return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+
+
+_DECODERS: dict[str, Callable[[Path], Any]] = {
+    ".gz": lambda _path: zlib.decompressobj(wbits=31),  # 16 + 15: a gzip header, and the largest window
+    ".zst": _zstd_decoder,
+}
+
+
+def resolve_hub(path: str) -> HubData:
+    """Parse `hf://org/name[@revision][:config][:split]` and find the commit of its revision.
+
+    With one part after the name it is the split, with two the config and the split. No request is made where the
+    revision is a commit already.
+    """
+    match = _REFERENCE.fullmatch(path.removeprefix(PREFIX))
+    if match is None:
+        raise MoesaicError(f"{path}: expected hf://org/name[@revision][:config][:split]")
+    name, revision, first, second = match.group("name", "revision", "first", "second")
+    config, split = (first, second) if second else (None, first or "train")
+    commit = revision if revision and _COMMIT.fullmatch(revision) else _find_commit(path, name, revision)
+    return HubData(name=name, commit=commit, config=config, split=split)
+
+
+def _find_commit(path: str, name: str, revision: str | None) -> str:
+    from huggingface_hub import HfApi
+
+    try:
+        commit = HfApi().dataset_info(name, revision=revision).sha
+    except Exception as error:
+        reason = _first_line(error)
+        raise MoesaicError(f"{path}: cannot find the revision on the hub ({reason}); offline, give @COMMIT") from error
+    assert commit is not None
+    return commit
+
+
+def read_hub(data: HubData) -> Iterator[Record]:
+    """The records of the split, as they arrive."""
+    where = f"{PREFIX}{data.name}:{data.split}"
+    datasets = import_optional("datasets", f"{where}: hub data sets need")
+    try:
+        rows = datasets.load_dataset(data.name, data.config, split=data.split, revision=data.commit, streaming=True)
+    except Exception as error:  # not found, no such config or split, gated, offline: the library says which
+        raise MoesaicError(f"{where}: cannot be opened ({_first_line(error)})") from error
+    number = 0
+    try:
+        for number, fields in enumerate(rows, start=1):
+            yield Record(f"{where}: row {number}", fields)
+    except Exception as error:  # whatever the network or the data set's files raise
+        raise MoesaicError(f"{where}: reading stopped after row {number} ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

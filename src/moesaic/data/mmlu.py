@@ -61,21 +61,9 @@ CATCH_ALL = "other"
 SUBJECTS: tuple[str, ...] = tuple(sorted(subject for subjects in CATEGORIES.values() for subject in subjects))
 
 PRO_CATEGORIES: tuple[str, ...] = (
-    "biology",
-    "business",
-    "chemistry",
-    "computer_science",
-    "economics",
-    "engineering",
-    "health",
-    "history",
-    "law",
-    "math",
-    "other",
-    "philosophy",
-    "physics",
-    "psychology",
-)
+    "biology", "business", "chemistry", "computer_science", "economics", "engineering", "health", "history", "law",
+    "math", "other", "philosophy", "physics", "psychology",
+)  # fmt: skip
 """The 14 categories of MMLU-Pro, sorted."""
 
 _CATEGORY_OF = {subject: category for category, subjects in CATEGORIES.items() for subject in subjects}

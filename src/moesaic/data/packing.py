@@ -1,17 +1,67 @@
-"""Pieces of documents laid out in the rows of a batch, and the batch made of them. Pure functions."""
+"""Documents packed into the rows of a batch, one after the other: the layout, and the batch made of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Int64
 from numpy.typing import NDArray
+from torch import Tensor
 
-from moesaic.data.batch import PackedBatch
 from moesaic.data.cache import TokenCache
-from moesaic.data.stream import Pieces
+from moesaic.data.mixing import Pieces
 
 IGNORED = -100
+"""The label that cross entropy passes over, in PyTorch and in transformers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """Sequences of documents packed one after the other. B sequences, S tokens each, all tensors int64 on the CPU.
+
+    A document that the end of a sequence cuts counts as two documents: each piece has its own id and its own positions
+    (a validation document longer than a sequence keeps one id over its pieces, which lie in different sequences).
+
+    Labels are *unshifted*, as Hugging Face models expect them: the logits at t-1 are compared with `labels[:, t]`. The
+    label of the first token of every piece is -100, so that no document is ever predicted from the one before.
+    Prompts that are not trained on and padding are -100 too. Padding is a document of its own, with id and domain -1.
+    """
+
+    input_ids_BS: Int64[Tensor, "sequences length"]
+    """Token ids; padding holds the padding token."""
+    labels_BS: Int64[Tensor, "sequences length"]
+    """Unshifted labels, -100 where nothing is to be predicted."""
+    position_ids_BS: Int64[Tensor, "sequences length"]
+    """Restart at 0 at every piece, padding included."""
+    document_ids_BS: Int64[Tensor, "sequences length"]
+    """Index of the document in the *global* batch of the step (in validation: in the validation set), however that
+    batch is cut into ranks and micro-steps; -1 for padding. The ids of a batch are consecutive:
+    `document_ids_BS - first_document` is a dense index below `num_documents`."""
+    domain_ids_BS: Int64[Tensor, "sequences length"]
+    """Index into `DataRecipe.domains`; -1 for padding."""
+    first_document: int
+    """The smallest document id of this batch (0 where the batch is all padding)."""
+    num_documents: int
+    """Documents in this batch, padding not counted."""
+
+    @property
+    def num_targets(self) -> int:
+        """Labels that a Hugging Face model predicts in this batch (those in column 0 are never predicted)."""
+        return int((self.labels_BS[:, 1:] != -100).sum())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are not padding."""
+        return int((self.document_ids_BS >= 0).sum())
+
+    def to(self, device: torch.device | str) -> "PackedBatch":
+        """The same batch with its tensors on `device`."""
+        moved = {
+            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +81,13 @@ class Layout:
     def rows(self, start: int, stop: int) -> "Layout":
         """The rows from `start` to `stop`, numbered from 0; document ids stay."""
         first, last = np.searchsorted(self.row_N, [start, stop])
-        fields = {name: getattr(self, name)[first:last] for name in self.__dataclass_fields__}
-        return Layout(**(fields | {"row_N": fields["row_N"] - start}))
+        part = layout_of(*(values_N[first:last] for values_N in vars(self).values()))
+        return replace(part, row_N=part.row_N - start)
+
+
+def layout_of(*columns: NDArray[np.int64]) -> Layout:
+    """A layout from its six arrays, in the order of its fields."""
+    return Layout(**dict(zip(Layout.__dataclass_fields__, columns, strict=True)))
 
 
 def cut(pieces: Pieces, length: int) -> tuple[Pieces, NDArray[np.int64], NDArray[np.int64]]:
@@ -69,7 +124,7 @@ def fill(
     domain_ids_BS = np.full((num_rows, length), -1, dtype=np.int64)
     used_B = np.bincount(layout.row_N, weights=layout.length_N, minlength=num_rows).astype(np.int64)
     position_ids_BS = np.arange(length) - used_B[:, None]  # of the padding, which is overwritten where documents lie
-    places = zip(*(getattr(layout, name).tolist() for name in layout.__dataclass_fields__), strict=True)
+    places = zip(*(values_N.tolist() for values_N in vars(layout).values()), strict=True)
     for source, begin, size, row, column, document in places:
         cache, where = caches[source], slice(column, column + size)
         input_ids_BS[row, where] = cache.tokens[begin : begin + size]
@@ -90,3 +145,16 @@ def fill(
         first_document=first,
         num_documents=int(layout.document_N[-1]) - first + 1 if len(layout.document_N) else 0,
     )
+
+
+@torch.no_grad()
+def keeps_documents_apart(model: Any) -> bool:
+    """Whether position ids that restart keep packed documents apart in this model.
+
+    transformers' masks see to it where a family passes its position ids on; GPT-OSS does not.
+    """
+    device = next(model.parameters()).device
+    ids_BS, positions_BS = torch.tensor([[0, 1, 2, 1]], device=device), torch.tensor([[0, 1, 0, 1]], device=device)
+    packed_V = model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False).logits[0, -1].float()
+    alone_V = model(input_ids=ids_BS[:, 2:], use_cache=False).logits[0, -1].float()
+    return bool((packed_V - alone_V).norm() < 0.02 * alone_V.norm())

@@ -14,7 +14,7 @@ class Benchmark:
     """One column of a paper's table: a task of lm-eval, or several whose rows are counted together."""
 
     title: str
-    metric: str
+    metric: str = "acc,none"
     """Key of lm-eval's result, `metric,filter`."""
     folder: str | None = None
     """Folder below lm-eval's tasks that defines the parts; None: `config` is the whole definition."""
@@ -45,55 +45,42 @@ class Benchmark:
     """Score of guessing, where choices are equally many everywhere."""
 
 
-_MINERVA_PARTS = {
-    f"minerva_math_{part}": part
-    for part in (
-        "algebra",
-        "counting_and_prob",
-        "geometry",
-        "intermediate_algebra",
-        "num_theory",
-        "prealgebra",
-        "precalc",
-    )
-}
-
+_MINERVA_PARTS = (
+    "algebra", "counting_and_prob", "geometry", "intermediate_algebra", "num_theory", "prealgebra", "precalc",
+)  # fmt: skip
 _BBH_PARTS = (
-    "boolean_expressions",
-    "causal_judgement",
-    "date_understanding",
-    "disambiguation_qa",
-    "dyck_languages",
-    "formal_fallacies",
-    "geometric_shapes",
-    "hyperbaton",
-    "logical_deduction_five_objects",
-    "logical_deduction_seven_objects",
-    "logical_deduction_three_objects",
-    "movie_recommendation",
-    "multistep_arithmetic_two",
-    "navigate",
-    "object_counting",
-    "penguins_in_a_table",
-    "reasoning_about_colored_objects",
-    "ruin_names",
-    "salient_translation_error_detection",
-    "snarks",
-    "sports_understanding",
-    "temporal_sequences",
-    "tracking_shuffled_objects_five_objects",
-    "tracking_shuffled_objects_seven_objects",
-    "tracking_shuffled_objects_three_objects",
-    "web_of_lies",
-    "word_sorting",
-)
+    "boolean_expressions", "causal_judgement", "date_understanding", "disambiguation_qa", "dyck_languages",
+    "formal_fallacies", "geometric_shapes", "hyperbaton", "logical_deduction_five_objects",
+    "logical_deduction_seven_objects", "logical_deduction_three_objects", "movie_recommendation",
+    "multistep_arithmetic_two", "navigate", "object_counting", "penguins_in_a_table",
+    "reasoning_about_colored_objects", "ruin_names", "salient_translation_error_detection", "snarks",
+    "sports_understanding", "temporal_sequences", "tracking_shuffled_objects_five_objects",
+    "tracking_shuffled_objects_seven_objects", "tracking_shuffled_objects_three_objects", "web_of_lies", "word_sorting",
+)  # fmt: skip
+
+
+def _lettered(title: str, folder: str, question: str = "question", chance: float = 0.25, **more: Any) -> Benchmark:
+    """Choices with letters: ARC, OpenBookQA, CommonsenseQA; `question` is the hub's name of that field."""
+    fields = (question, "choices", "answerKey")
+    return Benchmark(title=title, fields=fields, folder=folder, adapt=tasks.lettered(question), chance=chance, **more)
+
+
+def _squad(title: str, config: Mapping[str, Any]) -> Benchmark:
+    return Benchmark(
+        title=title,
+        fields=("title", "context", "question", "answers"),
+        metric="f1,none",
+        config=config,
+        split="validation",
+        adapt=tasks.paragraph_questions,
+        adapts_all=True,
+    )
 
 
 def _mmlu(title: str, subjects: tuple[str, ...]) -> Benchmark:
     return Benchmark(
         title=title,
         fields=("question", "choices", "answer"),
-        metric="acc,none",
         folder="mmlu/default",
         parts={f"mmlu_{subject}": subject for subject in subjects},
         part_field="subject",
@@ -109,7 +96,6 @@ def _mmlu_pro(category: str) -> Benchmark:
     return Benchmark(
         title=f"Pro {category.replace('_', ' ')}",
         fields=("question", "choices", "answer"),
-        metric="acc,none",
         parts={f"mmlu_pro_{category}": category},
         part_field="subject",
         config=tasks.MMLU_PRO | {"process_docs": tasks.pro_rows(category)},
@@ -122,26 +108,11 @@ def _mmlu_pro(category: str) -> Benchmark:
 
 
 BENCHMARKS: dict[str, Benchmark] = {
-    "arc_challenge": Benchmark(
-        title="ARC-c",
-        fields=("question", "choices", "answerKey"),
-        metric="acc,none",
-        folder="arc",
-        adapt=tasks.lettered("question"),
-        chance=0.25,
-    ),
-    "arc_easy": Benchmark(
-        title="ARC-e",
-        fields=("question", "choices", "answerKey"),
-        metric="acc,none",
-        folder="arc",
-        adapt=tasks.lettered("question"),
-        chance=0.25,
-    ),
+    "arc_challenge": _lettered("ARC-c", "arc"),
+    "arc_easy": _lettered("ARC-e", "arc"),
     "boolq": Benchmark(
         title="BoolQ",
         fields=("passage", "question", "label"),
-        metric="acc,none",
         folder="super_glue/boolq",
         split="validation",
         adapt=tasks.yes_or_no,
@@ -150,20 +121,12 @@ BENCHMARKS: dict[str, Benchmark] = {
     "copa": Benchmark(
         title="COPA",
         fields=("premise", "choice1", "choice2", "question", "label"),
-        metric="acc,none",
         folder="super_glue/copa",
         split="validation",
         chance=0.5,
     ),
     "mmlu": _mmlu("MMLU", SUBJECTS),
-    "openbookqa": Benchmark(
-        title="OBQA",
-        fields=("question_stem", "choices", "answerKey"),
-        metric="acc,none",
-        folder="openbookqa",
-        adapt=tasks.lettered("question_stem"),
-        chance=0.25,
-    ),
+    "openbookqa": _lettered("OBQA", "openbookqa", "question_stem"),
     "triviaqa": Benchmark(
         title="TriviaQA",
         fields=("question", "answer"),
@@ -174,22 +137,13 @@ BENCHMARKS: dict[str, Benchmark] = {
     "hellaswag": Benchmark(
         title="HellaSwag",
         fields=("query", "choices", "label"),
-        metric="acc,none",
         folder="hellaswag",
         local_config={"process_docs": None},
         split="validation",
         adapt=tasks.endings,
         chance=0.25,
     ),
-    "squad2": Benchmark(
-        title="SQuAD2",
-        fields=("title", "context", "question", "answers"),
-        metric="f1,none",
-        config=tasks.SQUAD2,
-        split="validation",
-        adapt=tasks.paragraph_questions,
-        adapts_all=True,
-    ),
+    "squad2": _squad("SQuAD2", tasks.SQUAD2),
     "humaneval": Benchmark(
         title="HumanEval",
         fields=("prompt", "canonical_solution", "test", "entry_point"),
@@ -229,7 +183,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         fields=("problem", "solution"),
         metric="exact_match,none",
         folder="minerva_math",
-        parts=_MINERVA_PARTS,
+        parts={f"minerva_math_{part}": part for part in _MINERVA_PARTS},
         part_field="subject",
         shot_split=None,
         demonstrations=4,
@@ -237,7 +191,6 @@ BENCHMARKS: dict[str, Benchmark] = {
     "gpqa": Benchmark(
         title="GPQA",
         fields=("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
-        metric="acc,none",
         folder="gpqa/zeroshot",
         parts={"gpqa_main_zeroshot": ""},
         split="train",
@@ -254,20 +207,10 @@ BENCHMARKS: dict[str, Benchmark] = {
         adapt=tasks.input_target,
         adapts_all=True,
     ),
-    "csqa": Benchmark(
-        title="CSQA",
-        fields=("question", "choices", "answerKey"),
-        metric="acc,none",
-        folder="commonsense_qa",
-        parts={"commonsense_qa": ""},
-        split="validation",
-        adapt=tasks.lettered("question"),
-        chance=0.2,
-    ),
+    "csqa": _lettered("CSQA", "commonsense_qa", chance=0.2, parts={"commonsense_qa": ""}, split="validation"),
     "piqa": Benchmark(
         title="PIQA",
         fields=("goal", "sol1", "sol2", "label"),
-        metric="acc,none",
         folder="piqa",
         split="validation",
         adapt=tasks.two_solutions,
@@ -276,7 +219,6 @@ BENCHMARKS: dict[str, Benchmark] = {
     "social_iqa": Benchmark(
         title="SocialIQA",
         fields=("context", "question", "answerA", "answerB", "answerC", "label"),
-        metric="acc,none",
         folder="siqa",
         split="validation",
         adapt=tasks.three_answers,
@@ -285,21 +227,12 @@ BENCHMARKS: dict[str, Benchmark] = {
     "winogrande": Benchmark(
         title="WinoGrande",
         fields=("sentence", "option1", "option2", "answer"),
-        metric="acc,none",
         folder="winogrande",
         split="validation",
         adapt=tasks.two_options,
         chance=0.5,
     ),
-    "squad": Benchmark(
-        title="SQuAD",
-        fields=("title", "context", "question", "answers"),
-        metric="f1,none",
-        config=tasks.SQUAD,
-        split="validation",
-        adapt=tasks.paragraph_questions,
-        adapts_all=True,
-    ),
+    "squad": _squad("SQuAD", tasks.SQUAD),
     "coqa": Benchmark(
         title="CoQA", fields=("story", "questions", "answers"), metric="f1,none", folder="coqa", split="validation"
     ),
@@ -327,11 +260,3 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 PERPLEXITY = "perplexity"
 """The task that measures held-out text instead of asking questions."""
-
-
-def categories_of_selection(task: str) -> tuple[str, ...]:
-    """Names that a file of a folder of selections may have for a task: the task's, and its category's."""
-    for prefix in ("mmlu_pro_", "mmlu_"):
-        if task.startswith(prefix):
-            return task, task.removeprefix(prefix)
-    return (task,)

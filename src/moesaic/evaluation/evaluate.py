@@ -5,12 +5,13 @@ First the jobs: the tasks whose data is there, with what identifies their number
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.pio import check_file
+from moesaic.checkpoint.results import FORMAT
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice, warn
@@ -22,6 +23,7 @@ from moesaic.evaluation.local import (
     HeldOut,
     Subset,
     Subsets,
+    file_hashes,
     find_split,
     load_subsets,
     read_local,
@@ -30,14 +32,11 @@ from moesaic.evaluation.local import (
 from moesaic.evaluation.programs import check_isolation
 from moesaic.evaluation.recipe import TEXT_METRIC, EvalRecipe, Suite, SuiteTask, load_suite
 from moesaic.evaluation.results import (
-    FORMAT,
     EvalResult,
-    average,
+    continued,
     finite_only,
     new_document,
-    read_results,
-    refuse_other_settings,
-    refuse_other_task,
+    record_suite,
     write_results,
 )
 
@@ -89,48 +88,28 @@ def evaluate(
     subsets = None if recipe.selection is None else load_subsets(Path(recipe.selection), opened)
     jobs, missing = prepare(recipe, suite, subsets)
     document = new_document(opened, recipe)
-    old = _old(path, document, jobs, overwrite=overwrite)
-    if dry_run:
-        return _result(path, suite, old or document, missing, [job.task.task for job in jobs], dry_run=True)
-    document = old or document
+    if path is not None and path.exists() and not overwrite:
+        identities = {job.task.task: job.identity | {"metric": job.metric} for job in jobs}
+        document = continued(path, document, identities)
     todo = [job for job in jobs if job.task.task not in document["tasks"]]
-    if len(todo) < len(jobs):
-        notice(f"{path}: {len(jobs) - len(todo)} tasks are there already", quiet=quiet)
-    _record(document, suite, missing)
-    if todo:
-        _run_all(todo, document, recipe, suite, path, missing, quiet)
-    elif path is not None:
-        write_results(path, document)
-    ran = [job.task.task for job in todo if job.task.task not in missing]
-    return _result(path, suite, document, missing, ran, dry_run=False)
 
+    def save() -> None:
+        record_suite(document, suite, missing)
+        if path is not None:
+            write_results(path, document)
 
-def _old(path: Path | None, new: Mapping[str, Any], jobs: list[Job], *, overwrite: bool) -> dict[str, Any] | None:
-    """The results file that is continued, if there is one that fits."""
-    if path is None or overwrite or not path.exists():
-        return None
-    old = read_results(path)
-    refuse_other_settings(path, old, new)
-    for job in jobs:
-        refuse_other_task(path, old, job.task.task, job.identity, job.metric)
-    return old
-
-
-def _result(
-    path: Path | None,
-    suite: Suite,
-    document: dict[str, Any],
-    missing: Mapping[str, str],
-    ran: list[str],
-    *,
-    dry_run: bool,
-) -> EvalResult:
+    if not dry_run:
+        if len(todo) < len(jobs):
+            notice(f"{path}: {len(jobs) - len(todo)} tasks are there already", quiet=quiet)
+        if todo:
+            _run_all(todo, recipe, document, missing, save, quiet)
+        save()
     return EvalResult(
         out=path,
         suite=suite.name,
         document=document,
         missing={name: reason for name, reason in missing.items() if name not in document["tasks"]},
-        ran=tuple(ran),
+        ran=tuple(job.task.task for job in (jobs if dry_run else todo) if job.task.task not in missing),
         dry_run=dry_run,
     )
 
@@ -203,7 +182,7 @@ def _text_job(recipe: EvalRecipe, task: SuiteTask, subset: Subset | None) -> Job
         for file in files:
             _warn_of_seen(subset, file.path, "held-out texts")
     identity = _identity(task, subset, None) | {
-        "data": perplexity.file_hashes(files),
+        "data": file_hashes(files),
         "domain_field": recipe.domain_field,
     }
     return Job(task=task, metric=TEXT_METRIC, identity=identity, subset=subset, documents=documents)
@@ -245,41 +224,35 @@ def _warn_of_seen(subset: Subset, file: Path, what: str) -> None:
 
 def _run_all(
     jobs: list[Job],
-    document: dict[str, Any],
     recipe: EvalRecipe,
-    suite: Suite,
-    path: Path | None,
+    document: dict[str, Any],
     missing: dict[str, str],
+    save: Callable[[], None],
     quiet: bool,
 ) -> None:
-    """Load the model, run the jobs, write the results after each; adds to `missing` what the model is too short for."""
+    """Load the model, run the jobs, save the results after each; adds to `missing` what the model is too short for."""
     from moesaic.loading import load, load_tokenizer
 
     tokenizer: Any = load_tokenizer(recipe.checkpoint)
     model = load(recipe.checkpoint, device=recipe.device, dtype=recipe.dtype)
     lm = harness.wrap(model, tokenizer, batch_size=recipe.batch_size)
     for job in jobs:
-        started = time.monotonic()
+        name, started = job.task.task, time.monotonic()
         try:
             harness.refuse_short_reach(lm, job.tasks)
         except DataMissingError as error:
-            missing[job.task.task] = str(error)
+            missing[name] = str(error)
             continue
         with _restricted(model, job.subset):
             measured = (_run_text if job.documents else _run_benchmark)(job, recipe, lm, quiet)
         entry = finite_only(measured)
         if entry != measured:
-            warn(f"{job.task.task}: some of its numbers are infinite or not numbers, and null in the results; {_WIDER}")
+            warn(f"{name}: some of its numbers are infinite or not numbers, and null in the results; {_WIDER}")
         entry["seconds"] = round(time.monotonic() - started, 3)
-        document["tasks"][job.task.task] = entry
-        _record(document, suite, missing)
-        if path is not None:
-            write_results(path, document)
+        document["tasks"][name] = entry
+        save()
         score = "no score" if entry["score"] is None else f"{entry['score']:.4f}"
-        notice(f"{job.task.task}: {entry['metric']} {score}, {entry['seconds']:.0f} s", quiet=quiet)
-    _record(document, suite, missing)
-    if path is not None:
-        write_results(path, document)
+        notice(f"{name}: {entry['metric']} {score}, {entry['seconds']:.0f} s", quiet=quiet)
 
 
 def _restricted(model: Any, subset: Subset | None) -> contextlib.AbstractContextManager[Any]:
@@ -289,33 +262,27 @@ def _restricted(model: Any, subset: Subset | None) -> contextlib.AbstractContext
 
 
 def _run_benchmark(job: Job, recipe: EvalRecipe, lm: Any, quiet: bool) -> dict[str, Any]:
-    benchmark = BENCHMARKS[job.task.task]
+    benchmark, metric = BENCHMARKS[job.task.task], job.metric
     measured = harness.run(lm, job.tasks, limit=recipe.limit, seed=recipe.seed, quiet=quiet, rows=job.rows)
     whole = harness.pooled(list(measured.values()))
-    metric = job.metric
     if metric not in whole.metrics:
         raise MoesaicError(f"{job.task.task}: has no metric {metric!r}; it has {', '.join(sorted(whole.metrics))}")
-    score, error = whole.metrics[metric]
-    parts = {}
-    if len(measured) > 1:
-        names = {task: benchmark.parts[task] for task in measured}
-        parts = {names[task]: _numbers(one, metric) for task, one in measured.items()}
-    return _entry(job, title=benchmark.title, higher_is_better=True) | {
+
+    def numbers(one: harness.Measured) -> dict[str, Any]:
+        score, error = one.metrics[metric]
+        return {"score": score, "standard_error": error, "samples": one.samples}
+
+    return {
+        **_entry(job, title=benchmark.title, higher_is_better=True),
         "samples": whole.samples,
-        "score": score,
-        "standard_error": error,
+        **numbers(whole),
         "chance": benchmark.chance,
         "metrics": {
             name: {"value": value, "standard_error": error} for name, (value, error) in sorted(whole.metrics.items())
         },
-        "parts": parts,
+        "parts": {benchmark.parts[task]: numbers(one) for task, one in measured.items()} if len(measured) > 1 else {},
         "missing_parts": list(job.missing_parts),
     }
-
-
-def _numbers(one: harness.Measured, metric: str) -> dict[str, Any]:
-    score, error = one.metrics[metric]
-    return {"score": score, "standard_error": error, "samples": one.samples}
 
 
 def _run_text(job: Job, recipe: EvalRecipe, lm: Any, quiet: bool) -> dict[str, Any]:
@@ -338,18 +305,3 @@ def _entry(job: Job, *, title: str, higher_is_better: bool) -> dict[str, Any]:
         "selection": None if job.subset is None else job.subset.record(),
         "identity": job.identity,
     }
-
-
-def _record(document: dict[str, Any], suite: Suite, missing: Mapping[str, str]) -> None:
-    """Put the suite, what is missing of it and its averages into the document."""
-    tasks = document["tasks"]
-    document["suites"][suite.name] = {
-        "about": suite.about,
-        "version": suite.version,
-        "tasks": [task.task for task in suite.tasks],
-    }
-    kept = {name: reason for name, reason in document["missing"].items() if name not in tasks}
-    document["missing"] = kept | {name: reason for name, reason in missing.items() if name not in tasks}
-    others = [one for one in document["averages"] if one["suite"] != suite.name]
-    own = [{"suite": suite.name} | average(rule, suite, tasks).to_json() for rule in suite.averages]
-    document["averages"] = others + own

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from moesaic.common.errors import MoesaicError
-from moesaic.data.calibration import in_split
 from moesaic.evaluation.benchmarks import Benchmark
 from moesaic.evaluation.local import WHOLE, DataMissingError, HeldOut, LocalData
 
@@ -30,8 +29,6 @@ class Measured:
     samples: int
     metrics: Mapping[str, tuple[float, float | None]]
     """`metric,filter` -> value and standard error; no error where lm-eval has none."""
-    versions: tuple[str, ...] = ()
-    """Versions of lm-eval's tasks."""
 
 
 def require_lm_eval() -> None:
@@ -143,7 +140,7 @@ def rows_left(tasks: Mapping[str, Any], held_out: HeldOut, limit: int | None) ->
     found = {}
     for name, task in tasks.items():
         numbers = range(len(task.eval_docs))
-        found[name] = [n for n in numbers if not in_split(n, share=held_out.share, seed=held_out.seed)][:limit]
+        found[name] = [n for n in numbers if not held_out.holds(n)][:limit]
     return found
 
 
@@ -185,8 +182,7 @@ def pooled(parts: Sequence[Measured]) -> Measured:
         mean = sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
         known = all(error is not None for error in errors) and sum(sizes) > len(sizes)
         metrics[name] = (mean, float(pooled_sample_stderr(list(errors), sizes)) if known else None)
-    versions = tuple(dict.fromkeys(version for part in parts for version in part.versions))
-    return Measured(samples=sum(sizes), metrics=metrics, versions=versions)
+    return Measured(samples=sum(sizes), metrics=metrics)
 
 
 def _measured(results: Mapping[str, Any], name: str) -> Measured:
@@ -198,12 +194,7 @@ def _measured(results: Mapping[str, Any], name: str) -> Measured:
             error = values.get(f"{metric}_stderr,{filter_name}")
             known = isinstance(error, (int, float)) and math.isfinite(error)
             metrics[key] = (float(value), float(error) if known else None)  # lm-eval writes "N/A" where it has none
-    version = results["versions"].get(name)
-    return Measured(
-        samples=int(results["n-samples"][name]["effective"]),
-        metrics=metrics,
-        versions=() if version is None else (str(version),),
-    )
+    return Measured(samples=int(results["n-samples"][name]["effective"]), metrics=metrics)
 
 
 def _seed(seed: int) -> None:

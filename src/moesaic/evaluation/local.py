@@ -2,7 +2,7 @@
 for all tasks or a folder with one per task or category, and the rows that these were made on. Torch-free.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,11 @@ import xxhash
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
-from moesaic.data.calibration import in_split
-from moesaic.data.files import SUFFIXES, DataFile, find_files, hash_files
-from moesaic.data.readers import Record, read_records
+from moesaic.data.calibration import in_split, is_choice
+from moesaic.data.files import SUFFIXES, DataFile, Record, find_files, hash_files, read_records
 from moesaic.data.recipe import SourceRecipe
-from moesaic.evaluation.benchmarks import Benchmark, categories_of_selection
-from moesaic.evaluation.tasks import Row, as_is, is_choice
+from moesaic.evaluation.benchmarks import Benchmark
+from moesaic.evaluation.tasks import Row, as_is
 from moesaic.families.identity import describe, refuse_other_model
 from moesaic.families.moe import detect_running
 from moesaic.routing.subset import Selection, load_selection
@@ -37,6 +36,10 @@ class HeldOut:
 
     share: float
     seed: int
+
+    def holds(self, number: int) -> bool:
+        """Whether row `number` is in it."""
+        return in_split(number, share=self.share, seed=self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +102,7 @@ def read_local(
         raise DataMissingError(f"{files[benchmark.split]} has no rows of {name}")
     return LocalData(
         rows=complete,
-        hashes=_hashes(files),
+        hashes=file_hashes([_data_file(path) for path in files.values()]),
         missing_parts=tuple(part for part in parts if part not in complete),
     )
 
@@ -120,8 +123,8 @@ def _find(folder: Path, stem: str, split: str, *, shots: int, evaluated: str) ->
 
 
 def _rows(file: Path, benchmark: Benchmark, held_out: HeldOut | None) -> Iterator[tuple[str, Row]]:
-    for number, record in enumerate(_records(file)):
-        if held_out is not None and in_split(number, share=held_out.share, seed=held_out.seed):
+    for number, record in enumerate(read_records(_data_file(file), ("text",), lambda _amount: None)):
+        if held_out is not None and held_out.holds(number):
             continue
         part = _part(record, benchmark.part_field)
         for row in _adapted(record, benchmark):
@@ -150,10 +153,6 @@ def _not_a_row(record: Record, benchmark: Benchmark, reason: str) -> MoesaicErro
     )
 
 
-def _records(file: Path) -> Iterator[Record]:
-    return read_records(_data_file(file), ("text",), lambda _amount: None)
-
-
 def _part(record: Record, field: str | None) -> str:
     if field is None:
         return WHOLE
@@ -166,10 +165,10 @@ def _data_file(path: Path) -> DataFile:
     return DataFile(path=path, format=SUFFIXES[".jsonl"], size=path.stat().st_size)
 
 
-def _hashes(files: Mapping[str, Path]) -> dict[str, str]:
-    found = tuple(_data_file(path) for path in files.values())
-    hashes = hash_files(found, label="hashing", quiet=True)
-    return {file.path.name: digest for file, digest in zip(found, hashes, strict=True)}
+def file_hashes(files: Sequence[DataFile]) -> dict[str, str]:
+    """File name -> xxh3_128 of its bytes."""
+    hashes = hash_files(tuple(files), label="hashing", quiet=True)
+    return {file.path.name: digest for file, digest in zip(files, hashes, strict=True)}
 
 
 # --- selections that an evaluation runs under -------------------------------------------------------------------------
@@ -241,7 +240,7 @@ class Subsets:
         """
         if self.single:
             return next(iter(self.by_name.values()))
-        names = categories_of_selection(task)
+        names = dict.fromkeys((task, task.removeprefix("mmlu_pro_").removeprefix("mmlu_")))  # MMLU: by category as well
         for name in names:
             if name in self.by_name:
                 return self.by_name[name]

@@ -9,7 +9,7 @@ whatever the model's attention does with packed rows.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,11 @@ from torch import Tensor
 
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
-from moesaic.data.files import DataFile, find_files, hash_files
-from moesaic.data.readers import read_records
+from moesaic.data.files import DataFile, find_files, read_records
 from moesaic.data.recipe import SourceRecipe
 from moesaic.evaluation.local import DataMissingError
-from moesaic.families.context import trained_context
-from moesaic.routing.cross_entropy import IGNORED, token_losses
-from moesaic.training.validate import ratio_with_error
+from moesaic.families.counting import trained_context
+from moesaic.modeling.cross_entropy import IGNORED, ratio_with_error, token_losses
 
 WINDOW = 2048
 """Most tokens that are predicted at once; a model that reaches less far has smaller windows."""
@@ -40,28 +38,6 @@ class Document:
     text: str
     domain: str
     source: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextLoss:
-    """Loss of a set of documents."""
-
-    loss: float
-    """Nats per token: total over total."""
-    standard_error: float | None
-    """Of `loss`, documents being the units that were drawn; None for a single one."""
-    perplexity: float
-    """exp(loss)."""
-    bits_per_byte: float
-    """Total bits over total bytes of UTF-8: comparable between tokenizers."""
-    bits_per_byte_error: float | None
-    documents: int
-    tokens: int
-    bytes: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
 
 def held_out_files(folder: Path) -> tuple[DataFile, ...]:
@@ -117,19 +93,13 @@ def _domain(fields: Mapping[str, Any], name: str, file: DataFile, where: str) ->
     return str(fields[name])
 
 
-def file_hashes(files: Sequence[DataFile]) -> dict[str, str]:
-    """File name -> xxh3_128 of its bytes."""
-    hashes = hash_files(tuple(files), label="hashing", quiet=True)
-    return {file.path.name: digest for file, digest in zip(files, hashes, strict=True)}
-
-
 def measure(
     model: Any, tokenizer: Any, documents: Sequence[Document], *, batch_size: int, quiet: bool
 ) -> dict[str, Any]:
     """Losses over all documents, and by domain and by source.
 
     Returns:
-        `all`, `domains`, `sources` (a `TextLoss` as a dict each) and `window`, the tokens of one.
+        `all`, `domains`, `sources` (what `text_loss` gives, each) and `window`, the tokens of one.
     """
     window = _window(model)
     losses_N, tokens_N = document_losses(
@@ -138,7 +108,7 @@ def measure(
     bytes_N = torch.tensor([len(document.text.encode()) for document in documents], dtype=torch.float64)
 
     def over(rows: list[int]) -> dict[str, Any]:
-        return text_loss(losses_N[rows], tokens_N[rows], bytes_N[rows]).to_json()
+        return text_loss(losses_N[rows], tokens_N[rows], bytes_N[rows])
 
     def by(names: list[str]) -> dict[str, Any]:
         return {name: over([row for row, other in enumerate(names) if other == name]) for name in sorted(set(names))}
@@ -151,22 +121,26 @@ def measure(
     }
 
 
-def text_loss(losses_N: Tensor, tokens_N: Tensor, bytes_N: Tensor) -> TextLoss:
-    """Loss of N documents from the sums of each, in nats."""
+def text_loss(losses_N: Tensor, tokens_N: Tensor, bytes_N: Tensor) -> dict[str, Any]:
+    """Loss of N documents from the sums of each, in nats, for the results file.
+
+    `loss` is total nats over total tokens; `bits_per_byte` total bits over total bytes of UTF-8, comparable between
+    tokenizers. Their standard errors have documents as the units that were drawn; None for a single one.
+    """
     per_token = ratio_with_error(losses_N, tokens_N)
     per_byte = ratio_with_error(losses_N, bytes_N)
     to_bits = 1 / math.log(2)
     error = per_byte.standard_error
-    return TextLoss(
-        loss=per_token.loss,
-        standard_error=per_token.standard_error,
-        perplexity=math.exp(min(per_token.loss, 700.0)),  # more is no float64
-        bits_per_byte=per_byte.loss * to_bits,
-        bits_per_byte_error=None if error is None else error * to_bits,
-        documents=per_token.documents,
-        tokens=per_token.tokens,
-        bytes=per_byte.tokens,
-    )
+    return {
+        "loss": per_token.loss,
+        "standard_error": per_token.standard_error,
+        "perplexity": math.exp(min(per_token.loss, 700.0)),  # more is no float64
+        "bits_per_byte": per_byte.loss * to_bits,
+        "bits_per_byte_error": None if error is None else error * to_bits,
+        "documents": per_token.documents,
+        "tokens": per_token.tokens,
+        "bytes": per_byte.tokens,
+    }
 
 
 @torch.no_grad()

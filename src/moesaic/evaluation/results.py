@@ -6,7 +6,7 @@ Finished tasks are kept by a second call with the same settings; one with others
 import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,15 +14,12 @@ from typing import Any
 
 from moesaic.checkpoint.pio import write_file
 from moesaic.checkpoint.provenance import fingerprint, read_provenance, versions
-from moesaic.checkpoint.source import Checkpoint, load_json, open_checkpoint
+from moesaic.checkpoint.results import FORMAT, mean_error, read_results
+from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.evaluation.recipe import Average, EvalRecipe, Suite
 from moesaic.families.identity import sample_hash
 from moesaic.families.moe import detect_moe
-
-FORMAT = "moesaic-results/1"
-
-_MUST_AGREE = ("settings", "versions")
 
 
 def new_document(opened: Checkpoint, recipe: EvalRecipe) -> dict[str, Any]:
@@ -81,70 +78,25 @@ def _experts(opened: Checkpoint, record: Mapping[str, Any]) -> dict[str, int] | 
     return {"kept": number, "of": lineage[-1]["model"]["num_experts"] if lineage else number}
 
 
-@dataclass(frozen=True, kw_only=True)
-class AverageScore:
-    """An unweighted mean over tasks."""
+def average(rule: Average, suite: Suite, tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The unweighted mean of a suite's tasks that have a score, for the results file; says which have none.
 
-    name: str
-    score: float | None
-    """None where no task of it has a score."""
-    standard_error: float | None
-    """Of independent tasks: root of the sum of squared errors, over their number; None where one is unknown."""
-    over: tuple[str, ...]
-    missing: tuple[str, ...]
-    """Tasks that belong to it and have no score; it is then not the paper's average."""
-    partial: tuple[str, ...]
-    """Tasks in it of which only some parts had data."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether it is over all of its tasks, whole."""
-        return not self.missing and not self.partial
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "name": self.name,
-            "score": self.score,
-            "standard_error": self.standard_error,
-            "over": list(self.over),
-            "missing": list(self.missing),
-            "partial": list(self.partial),
-            "complete": self.complete,
-        }
-
-
-def average(rule: Average, suite: Suite, tasks: Mapping[str, Mapping[str, Any]]) -> AverageScore:
-    """The mean of a suite's tasks that have a score; says which have none."""
+    Without all of its tasks, whole, it is not the paper's average, and `complete` is false. The standard error is that
+    of independent tasks: root of the sum of squared errors, over their number; None where one is unknown.
+    """
     names = [task.task for task in suite.tasks if task.task not in rule.without]
     over = [name for name in names if name in tasks and tasks[name]["score"] is not None]
-    return AverageScore(
-        name=rule.name,
-        score=sum(tasks[name]["score"] for name in over) / len(over) if over else None,
-        standard_error=mean_error([tasks[name]["standard_error"] for name in over]),
-        over=tuple(over),
-        missing=tuple(name for name in names if name not in over),
-        partial=tuple(name for name in over if tasks[name].get("missing_parts")),
-    )
-
-
-def mean_error(errors: Sequence[float | None]) -> float | None:
-    """Standard error of the mean of independent scores; None where one of theirs is unknown."""
-    known = [error for error in errors if error is not None]
-    if not errors or len(known) < len(errors):
-        return None
-    return math.sqrt(math.fsum(error * error for error in known)) / len(known)
-
-
-def read_results(path: Path) -> dict[str, Any]:
-    """Read a results file; one that is none is a MoesaicError."""
-    document = load_json(path)
-    if document.get("format") != FORMAT:
-        raise MoesaicError(f"{path}: not a results file (format is {document.get('format')!r}, expected {FORMAT!r})")
-    for key in ("checkpoint", "settings", "versions", "tasks", "missing", "averages"):
-        if not isinstance(document.get(key), list if key == "averages" else dict):
-            raise MoesaicError(f"{path}: damaged results file: {key!r} is not there; evaluate again")
-    return document
+    missing = [name for name in names if name not in over]
+    partial = [name for name in over if tasks[name].get("missing_parts")]
+    return {
+        "name": rule.name,
+        "score": sum(tasks[name]["score"] for name in over) / len(over) if over else None,
+        "standard_error": mean_error([tasks[name]["standard_error"] for name in over]),
+        "over": over,
+        "missing": missing,
+        "partial": partial,
+        "complete": not missing and not partial,
+    }
 
 
 def write_results(path: Path, document: Mapping[str, Any]) -> None:
@@ -152,22 +104,66 @@ def write_results(path: Path, document: Mapping[str, Any]) -> None:
     write_file(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
-def refuse_other_settings(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Refuse to add to a results file of another model, other settings or other versions."""
+def continued(path: Path, new: Mapping[str, Any], identities: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The results file that is there, to add to.
+
+    Args:
+        path: of the file.
+        new: what would be begun in its place.
+        identities: task -> what identifies its numbers: data, shots, metric.
+
+    Raises:
+        MoesaicError: it is of another model, other settings or other versions, or has a task of another identity.
+    """
+    old = read_results(path)
     theirs, ours = old["checkpoint"], new["checkpoint"]
     if theirs["weights_hash"] != ours["weights_hash"]:
         raise MoesaicError(
             f"{path}: has results of {theirs['name']} with other weights (hash {theirs['weights_hash'][:12]}) than "
             f"{ours['name']} has (hash {ours['weights_hash'][:12]}); use another --out, or --overwrite to begin anew"
         )
-    for group in _MUST_AGREE:
-        for key in sorted({*old[group], *new[group]}):
-            before, now = old[group].get(key), new[group].get(key)
-            if before != now:
-                raise MoesaicError(
-                    f"{path}: was measured with {key} {before}, this call has {now}; use another --out, or --overwrite "
-                    "to begin anew"
-                )
+    for group in ("settings", "versions"):
+        for key, before, now in _differences(old[group], new[group]):
+            raise MoesaicError(
+                f"{path}: was measured with {key} {before}, this call has {now}; use another --out, or --overwrite "
+                "to begin anew"
+            )
+    for name, identity in identities.items():
+        if name not in old["tasks"]:
+            continue
+        entry = old["tasks"][name]
+        for key, before, now in _differences({**entry["identity"], "metric": entry["metric"]}, identity):
+            raise MoesaicError(
+                f"{path}: {name} was measured with {key} {_short(before)}, this call has {_short(now)}; use another "
+                "--out, or --overwrite to begin anew"
+            )
+    return old
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for key in sorted({*before, *now}):
+        if before.get(key) != now.get(key):
+            yield key, before.get(key), now.get(key)
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def record_suite(document: dict[str, Any], suite: Suite, missing: Mapping[str, str]) -> None:
+    """Put the suite, what is missing of it and its averages into the document."""
+    tasks = document["tasks"]
+    document["suites"][suite.name] = {
+        "about": suite.about,
+        "version": suite.version,
+        "tasks": [task.task for task in suite.tasks],
+    }
+    kept = {name: reason for name, reason in document["missing"].items() if name not in tasks}
+    document["missing"] = kept | {name: reason for name, reason in missing.items() if name not in tasks}
+    others = [one for one in document["averages"] if one["suite"] != suite.name]
+    own = [{"suite": suite.name} | average(rule, suite, tasks) for rule in suite.averages]
+    document["averages"] = others + own
 
 
 def finite_only(value: Any) -> Any:
@@ -177,25 +173,6 @@ def finite_only(value: Any) -> Any:
     if isinstance(value, list):
         return [finite_only(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def refuse_other_task(path: Path, old: Mapping[str, Any], name: str, identity: Mapping[str, Any], metric: str) -> None:
-    """Refuse a task that a results file has already of other data, other shots or another metric."""
-    if name not in old["tasks"]:
-        return
-    entry = old["tasks"][name]
-    before, now = {**entry["identity"], "metric": entry["metric"]}, {**identity, "metric": metric}
-    for key in sorted({*before, *now}):
-        if before.get(key) != now.get(key):
-            raise MoesaicError(
-                f"{path}: {name} was measured with {key} {_short(before.get(key))}, this call has "
-                f"{_short(now.get(key))}; use another --out, or --overwrite to begin anew"
-            )
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 # --- what `moesaic eval` says at the end ------------------------------------------------------------------------------

@@ -19,12 +19,6 @@ Adapter = Callable[[Row], Iterator[Row]]
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def is_choice(row: Mapping[str, Any]) -> bool:
-    """Whether a row is a local multiple-choice one, with an answer that is one of its choices."""
-    choices, answer = row.get("choices"), row.get("answer")
-    return isinstance(choices, list) and type(answer) is int and 0 <= answer < len(choices)
-
-
 def as_is(row: Row) -> Iterator[Row]:
     """The row itself."""
     yield row

@@ -1,4 +1,8 @@
-"""From a plan and the copies per layer to the new checkpoint's tensors, config, record and card."""
+"""What the grown checkpoint is made of: its tensors as lazy ones, its config, record and card.
+
+E experts, D hidden, I intermediate. Stacked matrices of interleaved families (GPT-OSS) are stored (E, D, 2I) and
+(E, I, D), gate and up alternating.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -8,48 +12,64 @@ import torch
 from torch import Tensor
 
 from moesaic.checkpoint import card
-from moesaic.checkpoint.layout import OutputTensor, parse_size
-from moesaic.checkpoint.pieces import ComputedTensor, NewTensor, Put, Work, slot_tensor, whole
-from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
-from moesaic.checkpoint.rewrite import Rewrite, original_experts
-from moesaic.expansion.config import grown_config
-from moesaic.expansion.layers import LayerFile
-from moesaic.expansion.operators import EXPERT_OPERATORS, ROUTER_OPERATORS
+from moesaic.checkpoint.layout import parse_size
+from moesaic.checkpoint.lazy import Lazy, computed, concat, promoted, stack, stored, together
+from moesaic.checkpoint.provenance import original_experts
+from moesaic.checkpoint.source import Checkpoint
+from moesaic.checkpoint.write import NewCheckpoint
+from moesaic.common import seeds
+from moesaic.expansion.exact import Statement, grown_config, statement
+from moesaic.expansion.operators import (
+    EXPERT_OPERATORS,
+    ROUTER_OPERATORS,
+    duplicate_noise,
+    duplicates_of,
+    grown_rows,
+    zero_sum_noise,
+)
 from moesaic.expansion.resolve import ExpandPlan
-from moesaic.expansion.router import duplicate_noise, duplicates_of, grown_rows, zero_sum_noise
-from moesaic.expansion.statement import Statement, statement
 from moesaic.families.counting import count_shapes
-from moesaic.families.moe import ExpertTensor, MoELayerTensors
+from moesaic.families.experts import ExpertWeights
+from moesaic.families.moe import ROUTER_ROLES, ExpertTensor, MoELayerTensors
+from moesaic.modeling.names import code_files
 from moesaic.routing.subset import cut_routing
-from moesaic.upcycling.randomness import generator
 
 Sources = Mapping[int, Sequence[int]]
 """MoE layer -> the source of each expert of the result."""
 
+Parts = dict[str, Lazy]
+"""Role (`gate`, `gate_up`, `down_bias`, ...) -> what is stored of one expert."""
 
-def build(plan: ExpandPlan, copies: Mapping[int, Sequence[int]], texts: Mapping[str, str]) -> Rewrite:
+_FIELDS = {
+    "gate": "gate_ID",
+    "up": "up_ID",
+    "down": "down_DI",
+    "gate_bias": "gate_bias_I",
+    "up_bias": "up_bias_I",
+    "down_bias": "down_bias_D",
+}
+
+
+def build(plan: ExpandPlan, copies: Mapping[int, Sequence[int]], texts: Mapping[str, str]) -> NewCheckpoint:
     """Everything about the result, ready to be written; `texts` are further small files."""
     sources = {layer: plan.sources(list(numbers)) for layer, numbers in copies.items()}
-    tensors = _tensors(plan, sources)
-    promise = statement(plan)
-    config = grown_config(plan, sources)
-    return Rewrite(
+    tensors, config, promise = _tensors(plan, sources), grown_config(plan, sources), statement(plan)
+    return NewCheckpoint(
         verb="expand",
         sources=(("source", plan.checkpoint),),
-        tensors=tuple(tensors),
-        work=tuple(_expert_work(plan, sources)),
+        tensors=tensors,
         config=config,
         recipe=plan.recipe,
         seed=plan.recipe.seed,
         card=_card(plan, promise, tensors, config),
         record=_record(plan, copies, sources, promise),
-        texts=texts,
+        texts={**code_files(config), **texts},
         shard_size=parse_size(plan.recipe.shard_size),
         allow_nonfinite=plan.recipe.allow_nonfinite,
     )
 
 
-def _tensors(plan: ExpandPlan, sources: Sources) -> list[NewTensor]:
+def _tensors(plan: ExpandPlan, sources: Sources) -> dict[str, Lazy]:
     """All tensors, those of a grown layer where its first one was."""
     layer_of = {
         name: layer
@@ -59,79 +79,157 @@ def _tensors(plan: ExpandPlan, sources: Sources) -> list[NewTensor]:
     }
     if plan.conversion is not None:
         layer_of |= {name: layer for layer in plan.model.layers for name in layer.shared}
-    made: list[NewTensor] = []
+    made: dict[str, Lazy] = {}
     done: set[int] = set()
     for name, info in plan.checkpoint.tensors.items():
         layer = layer_of.get(name)
         if layer is None:
-            made.append(whole(info))
+            made[name] = stored(info)
         elif layer.layer not in done:
             done.add(layer.layer)
-            made += _grown_layer(plan, layer, sources[layer.layer])
+            made |= _grown_layer(plan, layer, sources[layer.layer])
     return made
 
 
-def _grown_layer(plan: ExpandPlan, layer: MoELayerTensors, sources: Sequence[int]) -> list[NewTensor]:
-    file = layer_file(plan, layer)
-    gaps = _gaps(plan, sources)
-    experts = file.grown(sources, gaps)
-    if plan.conversion is not None:
-        experts = file.stacked(_our_prefix(layer) + "experts.", sources, gaps)
-        experts += _our_shared_expert(plan, layer)
-    router = [
-        _router_tensor(plan, layer, tensor, sources) for tensor in layer.expert_tensors if tensor not in file.experts
+def _grown_layer(plan: ExpandPlan, layer: MoELayerTensors, sources: Sequence[int]) -> dict[str, Lazy]:
+    ours = f"model.layers.{layer.layer}.mlp."
+    made: dict[str, Lazy] = {}
+    for tensor in layer.expert_tensors:
+        if tensor.role in ROUTER_ROLES:
+            name = tensor.name if plan.conversion is None else f"{ours}gate.weight"
+            made[name] = _router_tensor(plan, layer, tensor, sources)
+    computes = plan.recipe.expert_op != "copy"
+    experts = [
+        _duplicate(plan, layer, number, source) if computes and again else expert_parts(plan.checkpoint, layer, source)
+        for number, (source, again) in enumerate(zip(sources, duplicates_of(sources), strict=True))
     ]
-    return [*router, *experts]
+    if plan.conversion is not None:
+        shared = _our_shared_expert(plan, layer, f"{ours}shared_expert.")
+        return made | _our_experts(f"{ours}experts.", experts) | shared
+    for tensor in _expert_tensors(layer):
+        parts = [expert[tensor.role] for expert in experts]
+        if tensor.axis is None:
+            made |= zip(tensor.names(len(parts)), parts, strict=True)
+        else:
+            made[tensor.name] = stack(parts)
+    return made
 
 
-def layer_file(plan: ExpandPlan, layer: MoELayerTensors) -> LayerFile:
-    """The layer's experts in the source."""
-    return LayerFile(layer=layer, tensors=plan.checkpoint.tensors, interleaved=plan.model.family.interleaved)
+def _our_experts(prefix: str, experts: Sequence[Parts]) -> dict[str, Lazy]:
+    """The experts in our own layout: gate rows first, then up."""
+    gate_up = [one["gate_up"] if "gate_up" in one else concat([one["gate"], one["up"]]) for one in experts]
+    return {f"{prefix}gate_up_proj": stack(gate_up), f"{prefix}down_proj": stack([one["down"] for one in experts])}
 
 
-def _our_shared_expert(plan: ExpandPlan, layer: MoELayerTensors) -> list[NewTensor]:
+def _our_shared_expert(plan: ExpandPlan, layer: MoELayerTensors, prefix: str) -> dict[str, Lazy]:
     """The shared experts of a converted family as ours, gate and up apart; nothing where it has none."""
     if not layer.shared:
-        return []
-    stored = {name.split(".")[-2]: plan.checkpoint.tensors[name] for name in layer.shared}
-    gate_up, prefix = stored["input_linear"], f"{_our_prefix(layer)}shared_expert."
-    width = gate_up.shape[0] // 2
-    return [
-        slot_tensor(f"{prefix}gate_proj.weight", [(gate_up, row) for row in range(width)]),
-        slot_tensor(f"{prefix}up_proj.weight", [(gate_up, row) for row in range(width, 2 * width)]),
-        whole(stored["output_linear"], f"{prefix}down_proj.weight"),
-    ]
+        return {}
+    named = {name.split(".")[-2]: stored(plan.checkpoint.tensors[name]) for name in layer.shared}
+    gate_up, width = named["input_linear"], named["input_linear"].shape[0] // 2
+    return {
+        f"{prefix}gate_proj.weight": gate_up.rows(0, width),
+        f"{prefix}up_proj.weight": gate_up.rows(width, 2 * width),
+        f"{prefix}down_proj.weight": named["output_linear"],
+    }
 
 
-def _our_prefix(layer: MoELayerTensors) -> str:
-    return f"model.layers.{layer.layer}.mlp."
+# --- experts ----------------------------------------------------------------------------------------------------------
 
 
-def _gaps(plan: ExpandPlan, sources: Sequence[int]) -> list[bool]:
-    """The experts that are computed: duplicates, unless they are plain copies."""
-    if plan.recipe.expert_op == "copy":
-        return [False] * len(sources)
-    return duplicates_of(sources)
+def _expert_tensors(layer: MoELayerTensors) -> list[ExpertTensor]:
+    return [tensor for tensor in layer.expert_tensors if tensor.role not in ROUTER_ROLES]
+
+
+def expert_parts(checkpoint: Checkpoint, layer: MoELayerTensors, expert: int) -> Parts:
+    """What is stored of one expert, whichever layout the checkpoint has: stacked, or a tensor of its own."""
+
+    def part(tensor: ExpertTensor) -> Lazy:
+        if tensor.axis is None:
+            return stored(checkpoint.tensors[tensor.name.format(expert=expert)])
+        return stored(checkpoint.tensors[tensor.name]).index(expert)
+
+    return {tensor.role: part(tensor) for tensor in _expert_tensors(layer)}
+
+
+def read_expert(parts: Parts, *, interleaved: bool) -> ExpertWeights:
+    """One expert in memory, in float32 (in float64 where that is stored)."""
+    fields: dict[str, Tensor] = {}
+    for role, part in parts.items():
+        values = part.cast(promoted(part.dtype, "F32")).read()
+        if interleaved and values.ndim == 2:
+            values = values.T
+        if role.startswith("gate_up"):
+            gate, up = (values[::2], values[1::2]) if interleaved else values.chunk(2)
+            suffix = role.removeprefix("gate_up")
+            fields |= {f"gate{suffix}": gate, f"up{suffix}": up}
+        else:
+            fields[role] = values
+    return ExpertWeights(**{_FIELDS[role]: values.contiguous() for role, values in fields.items()})
+
+
+def _stored_form(role: str, expert: ExpertWeights, *, interleaved: bool) -> Tensor:
+    """The inverse of `read_expert` for one role."""
+    if role.startswith("gate_up"):
+        suffix = role.removeprefix("gate_up")
+        gate, up = (getattr(expert, _FIELDS[part + suffix]) for part in ("gate", "up"))
+        values = torch.stack([gate, up], dim=1).flatten(0, 1) if interleaved else torch.cat([gate, up])
+    else:
+        values = getattr(expert, _FIELDS[role])
+    return values.T if interleaved and values.ndim == 2 else values
+
+
+def _duplicate(plan: ExpandPlan, layer: MoELayerTensors, number: int, source: int) -> Parts:
+    """Expert `number` of the result, which an operator makes of `source` (and of another expert) when it is written."""
+    checkpoint, interleaved = plan.checkpoint, plan.model.family.interleaved
+    parts = expert_parts(checkpoint, layer, source)
+
+    def function() -> dict[str, Tensor]:
+        stream = seeds.generator(plan.recipe.seed, "expand", layer.layer, "expert", number)
+        other = source
+        if plan.model.num_experts > 1:
+            other = int(torch.randint(plan.model.num_experts - 1, (1,), generator=stream))
+            other += other >= source
+        one, another = (
+            read_expert(expert_parts(checkpoint, layer, expert), interleaved=interleaved) for expert in (source, other)
+        )
+        made = EXPERT_OPERATORS[plan.recipe.expert_op](one, another, stream)
+        return {role: _stored_form(role, made, interleaved=interleaved) for role in parts}
+
+    # The other expert is drawn when its turn comes: the record names all experts of the layer as read.
+    read = [stored(checkpoint.tensors[n]) for tensor in _expert_tensors(layer) for n in tensor.names(layer.num_experts)]
+    return together({role: (part.shape, part.dtype) for role, part in parts.items()}, function, read)
 
 
 # --- router -----------------------------------------------------------------------------------------------------------
 
 
-def _router_tensor(plan: ExpandPlan, layer: MoELayerTensors, tensor: ExpertTensor, sources: Sequence[int]) -> NewTensor:
+def _router_tensor(plan: ExpandPlan, layer: MoELayerTensors, tensor: ExpertTensor, sources: Sequence[int]) -> Lazy:
     """The router's rows, its bias or the selection bias of a grown layer."""
-    info = plan.checkpoint.tensors[tensor.name]
-    name = f"{_our_prefix(layer)}gate.weight" if plan.conversion is not None else tensor.name
-    assert tensor.axis is not None
+    old, axis = stored(plan.checkpoint.tensors[tensor.name]), tensor.axis
+    assert axis is not None
     noisy = plan.recipe.delta > 0 and tensor.role == _noisy_role(plan, layer)
     if not noisy and (tensor.role != "router" or plan.recipe.router_op in ("copy", "bias_only")):
-        return slot_tensor(name, [(info, source) for source in sources], axis=tensor.axis)
-    shape = list(info.shape)
-    shape[tensor.axis] = len(sources)
-    return ComputedTensor(
-        output=OutputTensor(name=name, dtype=info.dtype, shape=tuple(shape)),
-        sources=(info,),
-        compute=partial(_computed_router, plan, layer.layer, tensor, sources, noisy),
-    )
+        return old.take(sources, axis)
+    shape = (*old.shape[:axis], len(sources), *old.shape[axis + 1 :])
+    return computed(shape, old.dtype, partial(_computed_router, plan, layer.layer, tensor, sources, noisy), [old])
+
+
+def _computed_router(plan: ExpandPlan, layer: int, tensor: ExpertTensor, sources: Sequence[int], noisy: bool) -> Tensor:
+    old, axis = stored(plan.checkpoint.tensors[tensor.name]), tensor.axis
+    assert axis is not None
+    slots = old.cast(promoted(old.dtype, "F32")).read().movedim(axis, 0)
+    seed = plan.recipe.seed
+    if tensor.role == "router":
+        stream = seeds.generator(seed, "expand", layer, tensor.role, "rows")
+        grown = grown_rows(slots, sources, ROUTER_OPERATORS[plan.recipe.router_op], stream)
+    else:
+        grown = slots[list(sources)]
+    if noisy:
+        draw = zero_sum_noise if plan.exclusive else duplicate_noise
+        stream = seeds.generator(seed, "expand", layer, tensor.role, "noise")
+        grown = grown + draw(sources, slots.shape[1:], plan.recipe.delta, stream).to(grown.dtype)
+    return grown.movedim(0, axis)
 
 
 def _noisy_role(plan: ExpandPlan, layer: MoELayerTensors) -> str:
@@ -154,7 +252,7 @@ def _grown_routing(plan: ExpandPlan, sources: Sources) -> dict[str, Any]:
     if plan.recorded_bias is not None and plan.recipe.delta > 0:
         for row, layer in zip(routing["selection_bias"], plan.model.layers, strict=True):
             if _noisy_role(plan, layer) == "recorded_bias":
-                stream = generator(plan.recipe.seed, "expand", layer.layer, "recorded_bias", "noise")
+                stream = seeds.generator(plan.recipe.seed, "expand", layer.layer, "recorded_bias", "noise")
                 noise = duplicate_noise(sources[layer.layer], (), plan.recipe.delta, stream)
                 row[:] = (torch.tensor(row, dtype=torch.float32) + noise).tolist()
     return {"routing": routing}
@@ -172,62 +270,12 @@ def _grown_pools(plan: ExpandPlan) -> int | list[int] | None:
     return grown[0] if isinstance(size, int) else grown
 
 
-def _computed_router(plan: ExpandPlan, layer: int, tensor: ExpertTensor, sources: Sequence[int], noisy: bool) -> Tensor:
-    info = plan.checkpoint.tensors[tensor.name]
-    stored = read_tensor(info)
-    assert tensor.axis is not None
-    slots = stored.to(torch.promote_types(stored.dtype, torch.float32)).movedim(tensor.axis, 0)
-    seed = plan.recipe.seed
-    if tensor.role == "router":
-        stream = generator(seed, "expand", layer, tensor.role, "rows")
-        grown = grown_rows(slots, sources, ROUTER_OPERATORS[plan.recipe.router_op], stream)
-    else:
-        grown = slots[list(sources)]
-    if noisy:
-        draw = zero_sum_noise if plan.exclusive else duplicate_noise
-        stream = generator(seed, "expand", layer, tensor.role, "noise")
-        grown = grown + draw(sources, slots.shape[1:], plan.recipe.delta, stream).to(grown.dtype)
-    return grown.movedim(0, tensor.axis).to(TORCH_DTYPES[info.dtype])
+# --- record and card --------------------------------------------------------------------------------------------------
 
 
-# --- experts that are no copies ---------------------------------------------------------------------------------------
-
-
-def _expert_work(plan: ExpandPlan, sources: Sources) -> list[Work]:
-    """One computation per duplicate; none where duplicates are plain copies."""
-    work = []
-    for layer in plan.model.layers:
-        file = layer_file(plan, layer)
-        used = tuple(info for tensor in file.experts for info in file.infos(tensor))
-        gaps = _gaps(plan, sources[layer.layer])
-        work += [
-            Work(sources=used, run=partial(_compute_expert, plan, layer, number, sources[layer.layer][number]))
-            for number, empty in enumerate(gaps)
-            if empty
-        ]
-    return work
-
-
-def _compute_expert(plan: ExpandPlan, layer: MoELayerTensors, number: int, source: int, put: Put) -> None:
-    file = layer_file(plan, layer)
-    stream = generator(plan.recipe.seed, "expand", layer.layer, "expert", number)
-    other = source
-    if plan.model.num_experts > 1:
-        other = int(torch.randint(plan.model.num_experts - 1, (1,), generator=stream))
-        other += other >= source
-    made = EXPERT_OPERATORS[plan.recipe.expert_op](file.read(source), file.read(other), stream)
-    if plan.conversion is None:
-        file.put(put, number, made)
-    else:
-        file.put_stacked(put, _our_prefix(layer) + "experts.", number, made)
-
-
-# --- words ------------------------------------------------------------------------------------------------------------
-
-
-def parameters(tensors: Sequence[NewTensor], config: Mapping[str, Any]) -> tuple[int, int]:
+def parameters(tensors: Mapping[str, Lazy], config: Mapping[str, Any]) -> tuple[int, int]:
     """Total and active parameters of the result."""
-    counted = count_shapes({tensor.output.name: tensor.output.shape for tensor in tensors}, config)
+    counted = count_shapes({name: tensor.shape for name, tensor in tensors.items()}, config)
     return counted.total, counted.active
 
 
@@ -249,7 +297,7 @@ def _record(
     }
 
 
-def _card(plan: ExpandPlan, promise: Statement, tensors: Sequence[NewTensor], config: Mapping[str, Any]) -> str:
+def _card(plan: ExpandPlan, promise: Statement, tensors: Mapping[str, Lazy], config: Mapping[str, Any]) -> str:
     recipe, (total, active) = plan.recipe, parameters(tensors, config)
     facts: dict[str, object] = {
         "Source": plan.checkpoint.name,

@@ -1,13 +1,14 @@
-"""What a duplicate starts from: eleven expert-level and ten router-level operators (Expert Upcycling, appendix D).
+"""What a duplicate starts from: eleven operators for experts, ten for router rows; and the noise on copies.
 
-The paper names its heuristics without giving them; apart from `copy` and `random` these are reconstructions, and their
-docstrings say what each preserves. All are pure: they compute in the dtype of their input and draw from the generator
-only. The paper's own finding is that none beats `copy` by more than 1e-3 in validation loss.
+Expert Upcycling, appendix D, names its heuristics without giving them; apart from `copy` and `random` these are
+reconstructions, and their docstrings say what each preserves. All are pure: they compute in the dtype of their input
+and draw from the generator only. The paper's own finding is that none beats `copy` by more than 1e-3 in validation
+loss.
 
-D hidden, I intermediate, E experts of the layer.
+D hidden, I intermediate, E experts of the layer, N of the grown layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,9 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moesaic.upcycling.experts import ExpertWeights
-from moesaic.upcycling.methods.drop import redraw
-from moesaic.upcycling.randomness import choose, normal
+from moesaic.common import seeds
+from moesaic.families.experts import ExpertWeights, redraw
+
+# --- experts ----------------------------------------------------------------------------------------------------------
 
 ExpertOperator = Callable[[ExpertWeights, ExpertWeights, torch.Generator], ExpertWeights]
 """(source, another expert of the layer, generator) -> the duplicate."""
@@ -35,7 +37,7 @@ def random_expert(source: ExpertWeights, _other: ExpertWeights, generator: torch
 
     def draw(name: str, value: Tensor) -> Tensor:
         std = value.std(correction=0).item() if name in MATRICES else 0.0
-        return normal(value.shape, std, generator, dtype=value.dtype)
+        return seeds.normal(value.shape, std, generator, dtype=value.dtype)
 
     return source.map(draw)
 
@@ -44,25 +46,22 @@ def copy_noise(
     source: ExpertWeights, _other: ExpertWeights, generator: torch.Generator, *, ratio: float
 ) -> ExpertWeights:
     """The copy plus noise of `ratio` times each matrix's standard deviation."""
-    return _matrices(source, lambda w: w + normal(w.shape, ratio * _std(w), generator, dtype=w.dtype))
+    return _matrices(source, lambda w: w + seeds.normal(w.shape, ratio * _std(w), generator, dtype=w.dtype))
 
 
 def drop_neurons(
     source: ExpertWeights, _other: ExpertWeights, generator: torch.Generator, *, ratio: float
 ) -> ExpertWeights:
     """Re-draw a share of the intermediate neurons, the same in gate, up and down; the others stay bit for bit."""
-    chosen = choose(round(ratio * source.intermediate), source.intermediate, generator)
-    axes = {"down_DI": 1, "down_bias_D": None}
+    chosen = seeds.subset(round(ratio * source.intermediate), source.intermediate, generator)
 
-    def redrawn(name: str, value: Tensor) -> Tensor:
-        axis = axes.get(name, 0)
-        if axis is None or not len(chosen):
-            return value
-        value = value.clone()
-        redraw(value, chosen, axis, generator)
-        return value
+    def redrawn(_name: str, w: Tensor, axis: int) -> Tensor:
+        w = w.clone()
+        if len(chosen):
+            redraw(w, chosen, axis, generator)
+        return w
 
-    return source.map(redrawn)
+    return _neurons(source, redrawn)
 
 
 def shuffle(source: ExpertWeights, _other: ExpertWeights, generator: torch.Generator, *, ratio: float) -> ExpertWeights:
@@ -70,7 +69,7 @@ def shuffle(source: ExpertWeights, _other: ExpertWeights, generator: torch.Gener
 
     Permuting gate, up and down alike would change nothing. Preserves every matrix's entries, norm and spectrum.
     """
-    chosen = choose(round(ratio * source.intermediate), source.intermediate, generator)
+    chosen = seeds.subset(round(ratio * source.intermediate), source.intermediate, generator)
     order = torch.arange(source.intermediate)
     order[chosen] = chosen.roll(1)  # a cycle moves every chosen row
 
@@ -93,7 +92,7 @@ def orthogonal(
     """The orthonormal factor of (w + noise), scaled to w's Frobenius norm: same norm, flat spectrum."""
 
     def flatten(w: Tensor) -> Tensor:
-        noisy = w + normal(w.shape, ratio * _std(w), generator, dtype=w.dtype)
+        noisy = w + seeds.normal(w.shape, ratio * _std(w), generator, dtype=w.dtype)
         tall = noisy if w.shape[0] >= w.shape[1] else noisy.T
         q = torch.linalg.qr(tall).Q
         q = q if w.shape[0] >= w.shape[1] else q.T
@@ -116,7 +115,7 @@ def svd_perturb(
 
     def perturb(w: Tensor) -> Tensor:
         u, s, v = torch.linalg.svd(w, full_matrices=False)
-        return (u * (s * (1 + normal(s.shape, ratio, generator, dtype=w.dtype)))) @ v
+        return (u * (s * (1 + seeds.normal(s.shape, ratio, generator, dtype=w.dtype)))) @ v
 
     return _matrices(source, perturb)
 
@@ -130,7 +129,7 @@ def svd_mix(source: ExpertWeights, other: ExpertWeights, generator: torch.Genera
         u, s, v = torch.linalg.svd(w, full_matrices=False)
         other_u, other_s, other_v = torch.linalg.svd(getattr(other, name), full_matrices=False)
         taken = torch.zeros_like(s)
-        taken[choose(round(share * len(s)), len(s), generator)] = 1
+        taken[seeds.subset(round(share * len(s)), len(s), generator)] = 1
         return (u * (s * (1 - taken))) @ v + (other_u * (other_s * taken)) @ other_v
 
     return source.map(mix)
@@ -140,14 +139,11 @@ def sparse_code_mix(
     source: ExpertWeights, other: ExpertWeights, generator: torch.Generator, *, share: float
 ) -> ExpertWeights:
     """A random share of the neurons (row of gate, row of up, column of down) taken whole from another expert."""
-    chosen = choose(round(share * source.intermediate), source.intermediate, generator)
-    axes = {"down_DI": 1, "down_bias_D": None}
-
-    def take(name: str, w: Tensor) -> Tensor:
-        axis = axes.get(name, 0)
-        return w if axis is None else w.index_copy(axis, chosen, getattr(other, name).index_select(axis, chosen))
-
-    return source.map(take)
+    chosen = seeds.subset(round(share * source.intermediate), source.intermediate, generator)
+    return _neurons(
+        source,
+        lambda name, w, axis: w.index_copy(axis, chosen, getattr(other, name).index_select(axis, chosen)),
+    )
 
 
 def _std(w: Tensor) -> float:
@@ -157,6 +153,12 @@ def _std(w: Tensor) -> float:
 def _matrices(source: ExpertWeights, function: Callable[[Tensor], Tensor]) -> ExpertWeights:
     """Apply to gate, up and down; biases stay."""
     return source.map(lambda name, value: function(value) if name in MATRICES else value)
+
+
+def _neurons(source: ExpertWeights, function: Callable[[str, Tensor, int], Tensor]) -> ExpertWeights:
+    """Apply `function(field, tensor, axis of the neurons)`; the output bias belongs to no neuron and stays."""
+    columns = {"down_DI": 1}
+    return source.map(lambda name, w: w if name == "down_bias_D" else function(name, w, columns.get(name, 0)))
 
 
 EXPERT_OPERATORS: dict[str, ExpertOperator] = {
@@ -174,9 +176,12 @@ EXPERT_OPERATORS: dict[str, ExpertOperator] = {
 }
 
 
+# --- router rows ------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
 class RouterRows:
-    """What a router operator may use: the layer's rows, the source's index and its number of copies made before."""
+    """What a router operator may use: the layer's rows and the source's index."""
 
     rows_ED: Float[Tensor, "E D"]
     source: int
@@ -198,7 +203,7 @@ def copy_row(rows: RouterRows, _generator: torch.Generator) -> Tensor:
 
 def row_noise(rows: RouterRows, generator: torch.Generator, *, ratio: float) -> Tensor:
     """The row plus noise of `ratio` times its standard deviation."""
-    return rows.row_D + normal(rows.row_D.shape, ratio * _std(rows.row_D), generator, dtype=rows.row_D.dtype)
+    return row_perturb(rows, generator, std=ratio * _std(rows.row_D))
 
 
 def row_interpolate(rows: RouterRows, generator: torch.Generator, *, share: float) -> Tensor:
@@ -209,7 +214,7 @@ def row_interpolate(rows: RouterRows, generator: torch.Generator, *, share: floa
 
 def row_perturb(rows: RouterRows, generator: torch.Generator, *, std: float) -> Tensor:
     """The row plus noise of absolute standard deviation `std`."""
-    return rows.row_D + normal(rows.row_D.shape, std, generator, dtype=rows.row_D.dtype)
+    return rows.row_D + seeds.normal(rows.row_D.shape, std, generator, dtype=rows.row_D.dtype)
 
 
 def row_scaled(rows: RouterRows, _generator: torch.Generator, *, factor: float) -> Tensor:
@@ -219,7 +224,7 @@ def row_scaled(rows: RouterRows, _generator: torch.Generator, *, factor: float) 
 
 def row_orthogonal(rows: RouterRows, generator: torch.Generator) -> Tensor:
     """A random direction orthogonal to the row, of the row's norm."""
-    draw = normal(rows.row_D.shape, 1.0, generator, dtype=rows.row_D.dtype)
+    draw = seeds.normal(rows.row_D.shape, 1.0, generator, dtype=rows.row_D.dtype)
     norm = torch.linalg.vector_norm(rows.row_D)
     unit = rows.row_D / norm.clamp(min=torch.finfo(draw.dtype).tiny)
     rest = draw - (draw @ unit) * unit
@@ -234,7 +239,7 @@ def row_adversarial(rows: RouterRows, _generator: torch.Generator, *, share: flo
 def row_svd_perturb(rows: RouterRows, generator: torch.Generator, *, ratio: float) -> Tensor:
     """The row of the router matrix with its singular values times (1 + ratio * noise)."""
     u, s, v = torch.linalg.svd(rows.rows_ED, full_matrices=False)
-    return (u[rows.source] * (s * (1 + normal(s.shape, ratio, generator, dtype=s.dtype)))) @ v
+    return (u[rows.source] * (s * (1 + seeds.normal(s.shape, ratio, generator, dtype=s.dtype)))) @ v
 
 
 ROUTER_OPERATORS: dict[str, RouterOperator] = {
@@ -249,3 +254,50 @@ ROUTER_OPERATORS: dict[str, RouterOperator] = {
     "temperature_scaled": partial(row_scaled, factor=0.9),
     "svd_perturb": partial(row_svd_perturb, ratio=0.1),
 }
+
+
+# --- a grown layer ----------------------------------------------------------------------------------------------------
+
+
+def duplicates_of(sources: Sequence[int]) -> list[bool]:
+    """Which experts of the grown layer are copies: of each source, all but the first."""
+    seen: set[int] = set()
+    return [source in seen or seen.add(source) is not None for source in sources]
+
+
+def grown_rows(
+    rows_ED: Float[Tensor, "E D"], sources: Sequence[int], operator: RouterOperator, generator: torch.Generator
+) -> Float[Tensor, "N D"]:
+    """The router's rows: originals as they are, duplicates by the operator."""
+    return torch.stack(
+        [
+            operator(RouterRows(rows_ED=rows_ED, source=source), generator) if duplicate else rows_ED[source]
+            for source, duplicate in zip(sources, duplicates_of(sources), strict=True)
+        ]
+    )
+
+
+def duplicate_noise(
+    sources: Sequence[int], shape: Sequence[int], delta: float, generator: torch.Generator
+) -> Float[Tensor, "N *D"]:
+    """Noise N(0, delta) for every duplicate, zeros for every original; `shape` is that of one slot."""
+    noise_ND = seeds.normal((len(sources), *shape), delta, generator)
+    noise_ND[[not duplicate for duplicate in duplicates_of(sources)]] = 0
+    return noise_ND
+
+
+def zero_sum_noise(
+    sources: Sequence[int], shape: Sequence[int], delta: float, generator: torch.Generator
+) -> Float[Tensor, "N *D"]:
+    """Noise of standard deviation delta that adds up to zero over each expert and its copies; none without copies.
+
+    So the mean of a copy group's logits is the source's logit whatever the noise, and log-mean-exp is in first order.
+    """
+    noise_ND = seeds.normal((len(sources), *shape), delta, generator)
+    members = torch.tensor(sources)
+    for source in set(sources):
+        group = members == source
+        count = int(group.sum())
+        part = noise_ND[group] - noise_ND[group].mean(0)
+        noise_ND[group] = part * (count / max(count - 1, 1)) ** 0.5  # centring takes 1/count of the variance
+    return noise_ND

@@ -27,24 +27,23 @@ class Growth:
     """What an expansion chooses, offline or in mid-training."""
 
     experts: int
-    """Routed experts per MoE layer of the result."""
+    """Routed experts per layer of the result, any number."""
     utility_batches: int = 10
     """Batches that gradients are averaged over; in mid-training those of the last steps."""
     allocation: Allocation = "greedy"
-    """How copies are given out by utility. `uniform` utilities go round robin whatever this says."""
+    """The best experts to their cap first, by share, or drawn by share; `uniform` goes round robin."""
     cap: int = 3
-    """Most copies that are added of one expert."""
+    """Most copies added of one expert."""
     routing: Routing = "plain"
-    """`plain`: the family's own top-k. `one_per_copy_group`: a token uses at most one of the copies of an expert."""
+    """The family's top-k, or at most one of an expert's copies per token, which changes nothing at first."""
     top_k: int | None = None
-    """Experts that each token uses in the result. Default: as before."""
+    """Experts that each token uses. Default: as before."""
     expert_op: ExpertOp = "copy"
     """What a duplicate's weights start from."""
     router_op: RouterOp = "copy"
     """What a duplicate's router row starts from."""
     delta: float = 1e-3
-    """Standard deviation of the noise that tells copies apart, absolute: on the duplicates' selection bias, else on
-    router rows."""
+    """Noise that tells copies apart, on the selection bias or on router rows: its standard deviation."""
 
     def __post_init__(self) -> None:
         """Refuse values that are wrong whatever the model is; the message starts with the field's name."""
@@ -63,29 +62,26 @@ class Growth:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpandRecipe(Growth):
-    """Everything that decides the bytes of the result.
-
-    Workers, progress and overwriting are arguments of `run.expand`. `None` means a default that `resolve` fills in.
-    """
+    """Everything that decides the bytes of the result; `None` means a default that `resolve` fills in."""
 
     checkpoint: str
-    """The MoE to grow: folder, or hub id `org/name[@revision]`."""
+    """MoE checkpoint: folder, or hub id org/name[@revision]."""
     utility: UtilityName | None = None
-    """What decides which experts are copied. Default: gradient_norm with calibration text, else uniform."""
+    """What decides the copies. Default: gradient_norm with calibration text, else uniform."""
     utility_from: str | None = None
-    """A utility.json that an earlier run wrote, instead of computing utilities."""
+    """A utility.json that an earlier run left in its OUT."""
     calibration: tuple[str, ...] = ()
-    """Files or folders of text (.txt, .jsonl, .parquet), or hub data sets `hf://org/name`, for gradient utilities."""
+    """Text for gradients: a .txt, .jsonl or .parquet file, a folder, or hf://org/name; repeatable."""
     batch_size: int = 8
     """Sequences per calibration batch."""
     sequence_length: int = 512
     """Tokens per calibration sequence."""
     shard_size: str = "5GB"
-    """Largest file of weights, with a unit (`500MB`, `5GB`, `2GiB`) or a number of bytes."""
+    """Largest weight file: 500MB, 5GB, 2GiB, or a number of bytes."""
     seed: int = 0
-    """Seed of every random number; not negative."""
+    """Seed of every random number."""
     allow_nonfinite: bool = False
-    """Accept NaN and Inf in the checkpoint instead of refusing them."""
+    """Accept NaN and Inf in the checkpoint."""
 
     def __post_init__(self) -> None:
         """Refuse values that are wrong whatever the checkpoint is; the message starts with the field's name."""

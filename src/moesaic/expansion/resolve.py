@@ -8,13 +8,15 @@ from typing import Any
 from moesaic.checkpoint.layout import parse_size
 from moesaic.checkpoint.provenance import read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
+from moesaic.common import seeds
 from moesaic.common.errors import MoesaicError
 from moesaic.expansion.allocation import allocate, evenly, sources_of
 from moesaic.expansion.recipe import ExpandRecipe
-from moesaic.expansion.targets import Conversion, conversion_of
 from moesaic.families.counting import beyond_depth
+from moesaic.families.family import DenseTwin, our_base
+from moesaic.families.identity import group_count
 from moesaic.families.moe import MoEModel, detect_moe
-from moesaic.upcycling.streams import stream_key
+from moesaic.modeling.names import conversion_of
 
 Utilities = Mapping[int, tuple[float, ...]]
 """Layer -> utility of each expert."""
@@ -32,8 +34,8 @@ class ExpandPlan:
     groups: int
     """Groups of the family's group-limited selection, before; 1 without."""
     whole_groups: bool
-    """The groups are duplicated as a whole, and their number grows (statement (a) with group-limited selection)."""
-    conversion: Conversion | None
+    """The groups are duplicated as a whole, and their number grows (E1 with group-limited selection)."""
+    conversion: DenseTwin | None
     """How the family becomes our architecture; None: it stays what it is."""
     recorded: Mapping[str, Any] | None
     """The routing rule and the selection bias that training recorded in the checkpoint's moesaic.json."""
@@ -78,17 +80,13 @@ class ExpandPlan:
 
     @property
     def multiplied(self) -> bool:
-        """K' = m * K for an m-fold duplication: statement (a) of methods.md."""
+        """K' = m * K for an m-fold duplication: what E1 of docs/statements.md needs."""
         return self.multiple is not None and self.top_k == self.multiple * self.model.top_k
 
     @property
     def normalised(self) -> bool:
         """The weights of the selected experts sum to a constant."""
-        family = self.model.family
-        # transformers' own defaults: families with sigmoid scores renormalise, those with softmax don't.
-        named = self.checkpoint.config.get(family.weighting, family.scoring == "sigmoid")
-        weighting = family.weighting if family.weighting in ("selected", "all") else named
-        return weighting in (True, "selected", "sigmoid")
+        return self.model.family.normalises(self.checkpoint.config)
 
     @property
     def divides_scaling(self) -> bool:
@@ -121,7 +119,7 @@ class ExpandPlan:
                 f"{self.checkpoint.name}: the utilities of all experts of layer {layer} are 0 "
                 f"({self.recipe.utility or self.recipe.utility_from}); use other calibration text, or --utility uniform"
             )
-        rng = random.Random(stream_key(self.recipe.seed, "expand", layer, "allocation"))
+        rng = random.Random(seeds.key(self.recipe.seed, "expand", layer, "allocation"))
         return allocate(utilities, self.added, cap=self.recipe.cap, rule=self.recipe.allocation, rng=rng, groups=groups)
 
 
@@ -162,15 +160,6 @@ def resolve(recipe: ExpandRecipe, opener: Callable[[str], Checkpoint] = open_che
     return replace(plan, notices=tuple(_notices(plan)))
 
 
-def group_count(config: Mapping[str, Any], model: MoEModel) -> int:
-    """Number of groups of a family's group-limited selection; 1 where selection is over all experts."""
-    keys = model.family.group_keys
-    if keys is None or config.get("topk_method") == "greedy":
-        return 1
-    value = config.get(keys[0])
-    return value if isinstance(value, int) else 1
-
-
 def _utility(recipe: ExpandRecipe) -> Any:
     if recipe.utility is not None or recipe.utility_from is not None:
         return recipe.utility
@@ -184,7 +173,7 @@ def _check_allocation(plan: ExpandPlan) -> None:
     allocate(ones, plan.added, cap=plan.recipe.cap, rule="greedy", rng=random.Random(0), groups=groups)
 
 
-def _conversion(plan: ExpandPlan) -> Conversion | None:
+def _conversion(plan: ExpandPlan) -> DenseTwin | None:
     if not plan.exclusive:
         return None
     name = plan.checkpoint.name
@@ -194,7 +183,7 @@ def _conversion(plan: ExpandPlan) -> Conversion | None:
             "copies join the group of their source"
         )
     model_type = str(plan.checkpoint.config.get("model_type"))
-    return None if model_type.startswith("moesaic_") else conversion_of(model_type, name)
+    return None if our_base(model_type) else conversion_of(model_type, name)
 
 
 def _check_top_k(plan: ExpandPlan) -> None:

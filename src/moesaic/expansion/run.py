@@ -1,44 +1,90 @@
-"""The expansion: `expand(recipe, out)`."""
+"""The verb `expand`, and what it says that it made."""
 
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from moesaic.checkpoint.output import check_target
-from moesaic.checkpoint.rewrite import check_space, rewrite
-from moesaic.common.progress import notice
+from moesaic.checkpoint.write import check_output, write
+from moesaic.common.progress import amount, notice
+from moesaic.common.verbs import verb
 from moesaic.expansion.build import build, parameters
+from moesaic.expansion.exact import Statement, statement
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.expansion.resolve import ExpandPlan, resolve
-from moesaic.expansion.result import ExpandResult
-from moesaic.expansion.statement import statement
-from moesaic.expansion.utility import UtilityTable, find_utilities, needs_model
+from moesaic.expansion.utility import find_utilities, needs_model
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpandResult:
+    """The outcome of `expand`."""
+
+    out: Path | None
+    """The folder that was written; None for a dry run."""
+    plan: ExpandPlan
+    copies: Mapping[int, Sequence[int]] | None
+    """MoE layer -> added copies of each expert; None for a dry run whose utilities need the model to run."""
+    statement: Statement
+    notices: tuple[str, ...]
+    nbytes: int
+    """Of the weight files."""
+    parameters: int
+    active_parameters: int
+    seconds: float
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Everything worth knowing as plain values, for `--json`."""
+        recipe = self.plan.recipe
+        return {
+            "out": None if self.out is None else str(self.out),
+            "experts": self.plan.experts,
+            "experts_before": self.plan.model.num_experts,
+            "top_k": self.plan.top_k,
+            "utility": recipe.utility or recipe.utility_from,
+            "routing": recipe.routing,
+            "copies": None if self.copies is None else {str(layer): list(n) for layer, n in self.copies.items()},
+            "parameters": self.parameters,
+            "active_parameters": self.active_parameters,
+            "bytes": self.nbytes,
+            "statement": {"code": self.statement.code, "text": self.statement.text},
+            "notices": list(self.notices),
+            "seconds": round(self.seconds, 3),
+        }
+
+    @property
+    def lines(self) -> list[str]:
+        """The same for people."""
+        plan = self.plan
+        done = "would write" if self.out is None else f"{self.out}: wrote"
+        took = "" if self.out is None else f" in {self.seconds:.1f} s"
+        return [
+            f"{done} {amount(self.nbytes)}{took}",
+            f"{plan.experts} experts instead of {plan.model.num_experts} in {len(plan.model.layers)} layers, "
+            f"{plan.top_k} active, copies by {plan.recipe.utility or plan.recipe.utility_from}, "
+            f"routing {plan.recipe.routing}",
+            *copies_lines(self.copies),
+            f"{self.parameters:,} parameters, {self.active_parameters:,} active per token",
+            f"{self.statement.code}: {self.statement.text}",
+        ]
+
+
+@verb(ExpandRecipe, positional=("checkpoint",), out=True)
 def expand(
     recipe: ExpandRecipe,
     out: str | Path,
     *,
     overwrite: bool = False,
     dry_run: bool = False,
-    quiet: bool = False,
+    quiet: bool = True,
     workers: int | None = None,
 ) -> ExpandResult:
-    """Grow the routed experts of an MoE checkpoint by copies; same family, names and layout.
+    """Grow the routed experts of an MoE checkpoint by copies of those it has; same family, names and layout.
 
     Everything that can be refused from headers is refused first. Then utilities are computed where they are asked for,
     and the result is streamed to a hidden folder beside `out`, which is renamed when it is complete and synced. With
-    utilities, OUT/utility.json has them, for `--utility-from`.
-
-    Args:
-        recipe: what to make.
-        out: the folder to write.
-        overwrite: replace `out` if it is a checkpoint; it stays intact until the new one is complete.
-        dry_run: resolve and check only; nothing is written and no model runs.
-        quiet: no progress and no notices.
-        workers: threads; default: one per core, at most 8. The bytes written do not depend on it.
-
-    Returns:
-        What was made (or would be).
+    utilities, OUT/utility.json has them, for `utility_from`.
 
     Raises:
         MoesaicError: a mistake in the recipe or the checkpoint, a layer whose utilities are all 0, a full disk.
@@ -46,28 +92,27 @@ def expand(
     started = time.monotonic()
     recipe.check_utility()
     plan = resolve(recipe)
-    check_target(out, overwrite, sources=[plan.checkpoint.path])  # before the model runs
+    even = build(plan, plan.copies({}), {})  # sizes do not depend on which experts are copied
+    check_output(out, even.files, [plan.checkpoint], overwrite=overwrite)  # before the model runs
     for line in plan.notices:
         notice(line, quiet=quiet)
-    # Sizes do not depend on which experts are copied.
-    even = build(plan, _even(plan), {})
-    check_space(even, out)
     unknown = dry_run and needs_model(plan)
     table = None if unknown else find_utilities(plan, quiet=quiet)
-    for line in table.notices if table else ():
+    found = table.notices if table else ()
+    for line in found:
         notice(line, quiet=quiet)
     copies = None if unknown else plan.copies(table.per_layer if table else {})
     if not dry_run:
         assert copies is not None
         texts = {"utility.json": table.text()} if table else {}
-        rewrite(build(plan, copies, texts), out, overwrite=overwrite, workers=workers, quiet=quiet)
+        write(build(plan, copies, texts), out, overwrite=overwrite, workers=workers, quiet=quiet)
     total, active = parameters(even.tensors, even.config)
     return ExpandResult(
         out=None if dry_run else Path(out),
         plan=plan,
         copies=copies,
         statement=statement(plan),
-        notices=(*plan.notices, *_notices(table)),
+        notices=(*plan.notices, *found),
         nbytes=even.files.nbytes,
         parameters=total,
         active_parameters=active,
@@ -75,9 +120,22 @@ def expand(
     )
 
 
-def _even(plan: ExpandPlan) -> dict[int, list[int]]:
-    return plan.copies({})
+def copies_lines(copies: Mapping[int, Sequence[int]] | None) -> list[str]:
+    """The added copies of each expert, layers with the same ones in one line."""
+    if copies is None:
+        return ["copies per expert: not known before the gradients are"]
+    layers: dict[tuple[int, ...], list[int]] = {}
+    for layer, numbers in copies.items():
+        layers.setdefault(tuple(numbers), []).append(layer)
+    return [f"copies added in layer {_ranges(of)}: {' '.join(map(str, numbers))}" for numbers, of in layers.items()]
 
 
-def _notices(table: UtilityTable | None) -> tuple[str, ...]:
-    return table.notices if table else ()
+def _ranges(layers: Sequence[int]) -> str:
+    """3, 4, 5, 9 as 3-5,9."""
+    parts: list[list[int]] = []
+    for layer in layers:
+        if parts and layer == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], layer]
+        else:
+            parts.append([layer])
+    return ",".join("-".join(map(str, part)) for part in parts)

@@ -1,27 +1,71 @@
-"""How useful more copies of each expert would be: from weights, from gradients, or from a file.
+"""The utility score: how useful more copies of each expert would be, from weights, from gradients, or from a file.
 
-E experts; utilities are one number per expert and layer, not negative.
+Expert Upcycling (arXiv 2604.19835), section 3. A score is one number of each expert and layer, not negative, over all
+of the expert's matrices w; g is the gradient of the loss on calibration text, averaged over batches in fp32 and only
+then normed: `gradient_norm` ||g||_2 (the paper's best), `gradient_squared` its square, `saliency` ||w||_2 * ||g||_2,
+`weight_norm` ||w||_2. `uniform` needs no score. E experts.
 """
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
 
 from moesaic.checkpoint.provenance import source_record
 from moesaic.checkpoint.source import Checkpoint, load_json
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
-from moesaic.expansion.gradients import ExpertGradients, expert_gradients, norms_of_stacks
-from moesaic.expansion.layers import LayerFile
+from moesaic.data.packing import keeps_documents_apart
+from moesaic.expansion.build import Parts, expert_parts
 from moesaic.expansion.recipe import GRADIENT_UTILITIES
 from moesaic.expansion.resolve import ExpandPlan
 from moesaic.families.counting import beyond_depth
 
+if TYPE_CHECKING:
+    from moesaic.data.packing import PackedBatch
+
 FORMAT = "moesaic-utility/1"
-_MATRICES = ("gate", "up", "down", "gate_up")
+PerLayer = Mapping[int, tuple[float, ...]]
+"""MoE layer -> one number per expert."""
+
+# The experts of every family are stacked in memory. The name of a shared expert has another word before the dot.
+_EXPERTS = re.compile(r"layers\.(?P<layer>\d+)\..*\bexperts$")
+
+_EXPERTS_AT_ONCE = 4
+"""Adding to a sum of a wider type makes a copy: a small one stays in the cache, and its memory is used again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertGradients:
+    """What a pass over calibration text says of each expert."""
+
+    gradient_norms: PerLayer
+    """`||g||_2` over all matrices of the expert, g averaged over the batches."""
+    weight_norms: PerLayer
+    tokens: Mapping[int, tuple[int, ...]]
+    """Calibration tokens that were sent to the expert, padding not counted."""
+    batches: int
+
+
+_SCORES: dict[str, Callable[[ExpertGradients, int], tuple[float, ...]]] = {
+    "gradient_norm": lambda found, layer: found.gradient_norms[layer],
+    "gradient_squared": lambda found, layer: tuple(norm**2 for norm in found.gradient_norms[layer]),
+    "saliency": lambda found, layer: tuple(
+        weight * norm for weight, norm in zip(found.weight_norms[layer], found.gradient_norms[layer], strict=True)
+    ),
+}
+
+
+def scores(utility: str, gradients: ExpertGradients) -> dict[int, tuple[float, ...]]:
+    """A gradient utility of each expert, per layer."""
+    return {layer: _SCORES[utility](gradients, layer) for layer in gradients.gradient_norms}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +75,10 @@ class UtilityTable:
     utility: str
     config_hash: str
     """Of the checkpoint that they are of."""
-    per_layer: Mapping[int, tuple[float, ...]]
-    tokens: Mapping[int, tuple[int, ...]] | None
+    per_layer: PerLayer
+    tokens: Mapping[int, tuple[int, ...]] | None = None
     """Calibration tokens that each expert saw; None where no text was used."""
-    batches: int | None
+    batches: int | None = None
     asked: int | None = None
     """Batches that the recipe wanted."""
 
@@ -87,41 +131,41 @@ def find_utilities(plan: ExpandPlan, *, quiet: bool = False) -> UtilityTable | N
     """
     recipe = plan.recipe
     if recipe.utility_from is not None:
-        return read_utilities(Path(recipe.utility_from), plan)
+        return _read(Path(recipe.utility_from), plan)
     if recipe.utility == "uniform":
         return None
-    if recipe.utility == "weight_norm":
-        return utility_table(plan, weight_norms(plan, quiet=quiet), None)
+    name, config_hash = str(recipe.utility), _config_hash(plan.checkpoint)
+    if name == "weight_norm":
+        return UtilityTable(utility=name, config_hash=config_hash, per_layer=_weight_norms(plan, quiet=quiet))
     gradients = expert_gradients(plan, quiet=quiet)
-    return utility_table(plan, scores(str(recipe.utility), gradients), gradients)
+    return UtilityTable(
+        utility=name,
+        config_hash=config_hash,
+        per_layer=scores(name, gradients),
+        tokens=gradients.tokens,
+        batches=gradients.batches,
+        asked=recipe.utility_batches,
+    )
 
 
-def weight_norms(plan: ExpandPlan, *, quiet: bool = False) -> dict[int, tuple[float, ...]]:
+def _weight_norms(plan: ExpandPlan, *, quiet: bool) -> dict[int, tuple[float, ...]]:
     """`||w||_2` of all matrices of each expert together, one matrix in memory at a time."""
     norms = {}
     with progress(len(plan.model.layers), "layers", label="weight norms", quiet=quiet) as tick:
         for layer in plan.model.layers:
-            file = LayerFile(layer=layer, tensors=plan.checkpoint.tensors, interleaved=plan.model.family.interleaved)
-            norms[layer.layer] = tuple(_weight_norm(file, expert) for expert in range(layer.num_experts))
+            norms[layer.layer] = tuple(
+                _weight_norm(expert_parts(plan.checkpoint, layer, expert)) for expert in range(layer.num_experts)
+            )
             tick(1)
     return norms
 
 
-def _weight_norm(file: LayerFile, expert: int) -> float:
-    matrices = [file.read_slot(tensor, expert) for tensor in file.experts if tensor.role in _MATRICES]
+def _weight_norm(parts: Parts) -> float:
+    matrices = [part.read() for role, part in parts.items() if not role.endswith("_bias")]
     return norms_of_stacks([matrix.unsqueeze(0) for matrix in matrices])[0]
 
 
-_SCORES: dict[str, Callable[[ExpertGradients, int], tuple[float, ...]]] = {
-    "gradient_norm": lambda found, layer: found.gradient_norms[layer],
-    "gradient_squared": lambda found, layer: tuple(norm**2 for norm in found.gradient_norms[layer]),
-    "saliency": lambda found, layer: tuple(
-        weight * norm for weight, norm in zip(found.weight_norms[layer], found.gradient_norms[layer], strict=True)
-    ),
-}
-
-
-def read_utilities(path: Path, plan: ExpandPlan) -> UtilityTable:
+def _read(path: Path, plan: ExpandPlan) -> UtilityTable:
     """Utilities that an earlier run saved for this model.
 
     Raises:
@@ -147,13 +191,8 @@ def read_utilities(path: Path, plan: ExpandPlan) -> UtilityTable:
                 "not negative; compute the utilities again"
             )
         per_layer[layer.layer] = tuple(values)
-    return UtilityTable(
-        utility=str(record.get("utility")),
-        config_hash=_config_hash(plan.checkpoint),
-        per_layer=per_layer,
-        tokens=None,
-        batches=None,
-    )
+    config_hash = _config_hash(plan.checkpoint)
+    return UtilityTable(utility=str(record.get("utility")), config_hash=config_hash, per_layer=per_layer)
 
 
 def _are_utilities(values: Any, count: int) -> bool:
@@ -164,24 +203,173 @@ def _are_utilities(values: Any, count: int) -> bool:
     )
 
 
-def scores(utility: str, gradients: ExpertGradients) -> dict[int, tuple[float, ...]]:
-    """A gradient utility of each expert, per layer."""
-    return {layer: _SCORES[utility](gradients, layer) for layer in gradients.gradient_norms}
-
-
-def utility_table(
-    plan: ExpandPlan, per_layer: Mapping[int, tuple[float, ...]], gradients: ExpertGradients | None
-) -> UtilityTable:
-    """Utilities of a plan's checkpoint, with what is known of their calibration."""
-    return UtilityTable(
-        utility=str(plan.recipe.utility),
-        config_hash=_config_hash(plan.checkpoint),
-        per_layer=per_layer,
-        tokens=gradients.tokens if gradients else None,
-        batches=gradients.batches if gradients else None,
-        asked=plan.recipe.utility_batches,
-    )
-
-
 def _config_hash(checkpoint: Checkpoint) -> str:
     return source_record(checkpoint, None)["config_hash"]
+
+
+# --- gradients of a model's experts -----------------------------------------------------------------------------------
+
+
+def expert_gradients(plan: ExpandPlan, *, quiet: bool = False) -> ExpertGradients:
+    """Load the model, read the calibration text and measure.
+
+    Raises:
+        MoesaicError: no tokenizer, text without a token to predict, a loss that is not finite.
+    """
+    from moesaic.loading import load
+
+    batches = calibration_batches(plan, quiet=quiet)
+    model = load(plan.checkpoint.path)
+    with progress(len(batches), "batches", label="gradients of the experts", quiet=quiet) as tick:
+        return measure(model, batches, name=plan.checkpoint.name, tick=tick)
+
+
+def calibration_batches(plan: ExpandPlan, *, quiet: bool = False) -> list["PackedBatch"]:
+    """At most `utility_batches` batches of packed text, shuffled by the seed."""
+    from moesaic.data.dataset import PackedDataset
+    from moesaic.data.recipe import DataRecipe, SourceRecipe
+    from moesaic.data.tokenise import prepare
+    from moesaic.loading import load_tokenizer
+
+    recipe = plan.recipe
+    sources = tuple(SourceRecipe(path=path, domain="calibration") for path in recipe.calibration)
+    data = DataRecipe(sequence_length=recipe.sequence_length, sources=sources, epochs=1)
+    prepared = prepare(data, load_tokenizer(plan.checkpoint.path), quiet=quiet)
+    dataset = PackedDataset(prepared, seed=recipe.seed, sequences_per_step=recipe.batch_size)
+    there = dataset.num_steps
+    assert there is not None
+    batches = [dataset.batch(step) for step in range(min(there, recipe.utility_batches))]
+    batches = [batch for batch in batches if batch.num_targets]
+    if not batches:
+        raise MoesaicError(f"--calibration {recipe.calibration[0]}: has no token to predict; give more text")
+    return batches
+
+
+def measure(
+    model: Any, batches: Sequence["PackedBatch"], *, name: str, tick: Callable[[float], object] = lambda _: None
+) -> ExpertGradients:
+    """Forward and backward of every batch; the loss of a batch is the mean over its predicted tokens.
+
+    Raises:
+        MoesaicError: a loss that is not finite.
+    """
+    from moesaic.modeling.cross_entropy import IGNORED, token_losses
+
+    device = next(model.parameters()).device
+    packed = keeps_documents_apart(model)
+    with _watched(model) as experts:
+        for batch in batches:
+            total = 0.0
+            for ids_BS, positions_BS, labels_BS, mask_BS in _parts(batch.to(device), packed=packed):
+                experts.mask_T = mask_BS.flatten()
+                output = model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False)
+                labels_BS = nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
+                losses_T, _ = token_losses(output.logits.flatten(0, 1), labels_BS.flatten())
+                loss = losses_T.sum() / batch.num_targets
+                loss.backward()
+                total += loss.item()
+            if not math.isfinite(total):
+                raise MoesaicError(f"{name}: its loss on the calibration text is {total}; check weights and text")
+            tick(1)
+        return experts.result(len(batches))
+
+
+def _parts(batch: "PackedBatch", *, packed: bool) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Token ids, positions, labels and the mask of real tokens: the batch, or each piece of a document for itself."""
+    mask_BS = batch.document_ids_BS >= 0
+    if packed:
+        yield batch.input_ids_BS, batch.position_ids_BS, batch.labels_BS, mask_BS
+        return
+    columns = (batch.input_ids_BS, batch.position_ids_BS, batch.labels_BS, mask_BS)
+    for row, documents_S in enumerate(batch.document_ids_BS):
+        for document in documents_S[documents_S >= 0].unique_consecutive():
+            chosen_S = documents_S == document
+            ids_BS, positions_BS, labels_BS, part_mask_BS = (values[row, chosen_S][None] for values in columns)
+            yield ids_BS, positions_BS, labels_BS, part_mask_BS
+
+
+@dataclass(kw_only=True)
+class _Watched:
+    """Sums over batches while they run."""
+
+    modules: Mapping[int, nn.Module]
+    sums: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    counts: dict[int, Tensor] = field(default_factory=dict)
+    mask_T: Tensor | None = None
+
+    def result(self, batches: int) -> ExpertGradients:
+        return ExpertGradients(
+            gradient_norms={layer: self._norms(module, batches) for layer, module in self.modules.items()},
+            weight_norms={layer: norms_of_stacks(_matrices(module)) for layer, module in self.modules.items()},
+            tokens={layer: tuple(self.counts[layer].tolist()) for layer in self.modules},
+            batches=batches,
+        )
+
+    def _norms(self, module: nn.Module, batches: int) -> tuple[float, ...]:
+        return tuple(norm / batches for norm in norms_of_stacks([self.sums[matrix] for matrix in _matrices(module)]))
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[_Watched]:
+    """Let gradients flow to expert matrices only, add them up in fp32 and count the tokens of each expert."""
+    modules = {
+        int(match["layer"]): module for name, module in model.named_modules() if (match := _EXPERTS.search(name))
+    }
+    assert modules, "no stacked experts in the model"
+    watched = _Watched(modules=modules)
+    wanted = [parameter.requires_grad for parameter in model.parameters()]
+    hooks = []
+    try:
+        model.requires_grad_(False)
+        for layer, module in modules.items():
+            hooks.append(module.register_forward_pre_hook(_counter(watched, layer), with_kwargs=True))
+            for matrix in _matrices(module):
+                watched.sums[matrix] = torch.zeros_like(matrix, dtype=torch.promote_types(matrix.dtype, torch.float32))
+                matrix.requires_grad_(True)
+                hooks.append(matrix.register_post_accumulate_grad_hook(_adder(watched)))
+        yield watched
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, flag in zip(model.parameters(), wanted, strict=True):
+            parameter.requires_grad_(flag)
+
+
+def _adder(watched: _Watched) -> Callable[[Tensor], None]:
+    def add(matrix: Tensor) -> None:
+        assert isinstance(matrix, nn.Parameter)
+        assert matrix.grad is not None
+        parts = (tensor.split(_EXPERTS_AT_ONCE) for tensor in (watched.sums[matrix], matrix.grad))
+        for total, part in zip(*parts, strict=True):
+            total += part
+        matrix.grad = None
+
+    return add
+
+
+def _counter(watched: _Watched, layer: int) -> Callable[..., None]:
+    def count(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        values = [*inputs, *keywords.values()]
+        ids_TK = next(v for v in values if isinstance(v, Tensor) and not v.is_floating_point())
+        assert watched.mask_T is not None
+        number = len(_matrices(module)[0])
+        found = ids_TK.reshape(len(watched.mask_T), -1)[watched.mask_T].flatten().bincount(minlength=number)
+        watched.counts[layer] = found + watched.counts.get(layer, 0)
+
+    return count
+
+
+def _matrices(module: nn.Module) -> list[nn.Parameter]:
+    """The stacked weight matrices, biases left out."""
+    return [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
+
+
+def norms_of_stacks(stacks: Sequence[Tensor]) -> tuple[float, ...]:
+    """Norm over all matrices of each expert, from stacks with the experts in front; in fp32 (fp64 for fp64)."""
+    norms_ME = [
+        torch.linalg.vector_norm(
+            matrix.detach().flatten(1), dim=1, dtype=torch.promote_types(matrix.dtype, torch.float32)
+        )
+        for matrix in stacks
+    ]
+    return tuple(torch.stack(norms_ME).square().sum(0).sqrt().tolist())

@@ -1,21 +1,28 @@
-"""`--check`: run source and result on the same tokens, random and real, and compare all logits in fp32."""
+"""`--check`: run source and result on the same tokens, random and real, and compare all logits in fp32.
+
+A GGUF file runs in llama.cpp, by `llama_cpp` (llama-cpp-python).
+"""
 
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.progress import progress
-from moesaic.exporting.result import LogitCheck
+from moesaic.exporting.recipe import LogitCheck
 from moesaic.loading import load, pick_device
-from moesaic.verifying.measure import run_logits
-from moesaic.verifying.text import random_tokens, read_text, tokens_for
+from moesaic.probe import random_tokens, read_text, run_logits, tokens_for
 
 RELATIVE = 2e-5
 """Largest difference that counts as rounding, per unit of the largest logit (at least 1)."""
+
+RELATIVE_IN_LLAMA_CPP = 5e-5
+"""The same in llama.cpp, which sums in other orders."""
 
 
 def refuse_settings(text: Path | str | None, device: str | None) -> None:
@@ -62,3 +69,56 @@ def compare_logits(what: str, source_BLV: Tensor, target_BLV: Tensor, relative: 
         same_choice=(source_BLV.argmax(-1) == target_BLV.argmax(-1)).float().mean().item(),
         tolerance=relative * max(1.0, largest),
     )
+
+
+# --- llama.cpp --------------------------------------------------------------------------------------------------------
+
+
+def compare_with_llama_cpp(
+    native: Path, gguf: Path, *, text: Path | str | None, device: str | None, quiet: bool
+) -> list[LogitCheck]:
+    """Run a native checkpoint in transformers and its GGUF file in llama.cpp on the same tokens."""
+    checkpoint = open_checkpoint(native)
+    batches = list(tokens_of(checkpoint, checkpoint, text))
+    total = 2 * sum(tokens.numel() for _, tokens in batches)
+    with progress(total, unit="tokens", label="checking", quiet=quiet) as tick:
+        model = load(native, device=device, dtype="float32")
+        ours = [torch.cat(list(run_logits(model, tokens, 1, tick))) for _, tokens in batches]
+        del model
+        engine = open_llama(gguf, context=max(tokens.shape[1] for _, tokens in batches))
+        theirs = []
+        for _, tokens in batches:
+            theirs.append(llama_logits(engine, tokens))
+            tick(tokens.numel())
+    return [
+        compare_logits(f"{what} in llama.cpp", one, other, RELATIVE_IN_LLAMA_CPP)
+        for (what, _), one, other in zip(batches, ours, theirs, strict=True)
+    ]
+
+
+def open_llama(gguf: Path, *, context: int) -> Any:
+    """The model in llama.cpp, its cache in fp32."""
+    import llama_cpp  # pyright: ignore[reportMissingImports]
+
+    return llama_cpp.Llama(
+        str(gguf),
+        n_ctx=context,
+        n_batch=context,
+        n_ubatch=context,
+        logits_all=True,
+        type_k=llama_cpp.GGML_TYPE_F32,
+        type_v=llama_cpp.GGML_TYPE_F32,
+        flash_attn=False,
+        n_threads=torch.get_num_threads(),
+        verbose=False,
+    )
+
+
+def llama_logits(engine: Any, tokens_BL: Tensor) -> Tensor:
+    """Logits of every position, sequence by sequence."""
+    logits = []
+    for tokens in tokens_BL.tolist():
+        engine.reset()
+        engine.eval(tokens)
+        logits.append(torch.from_numpy(np.array(engine.scores[: len(tokens)], dtype=np.float32)))
+    return torch.stack(logits)

@@ -6,17 +6,16 @@ is 1 for a single one. The others are chosen by plain top-k with `num_experts_pe
 the softmax over all of them.
 """
 
-import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
-from moesaic.exporting.layouts import Expert
-from moesaic.exporting.parts import LayerParts
-from moesaic.exporting.rows import Rows, part, stored
+from moesaic.exporting.view import View, seen
 from moesaic.families.config_values import MOE_KINDS, check_values, require
+from moesaic.families.moe import read_experts
+from moesaic.families.moe_table import EMO
 from moesaic.modeling.names import class_names
 
 TRAINED_LENGTH = 4096
@@ -40,13 +39,9 @@ _NEEDED = (
 )  # fmt: skip
 
 _NORMS = {
-    "pre_attention_layernorm.weight": "input_layernorm.weight",
-    "pre_feedforward_layernorm.weight": "post_attention_layernorm.weight",
+    "attention_layernorm.weight": "input_layernorm.weight",
+    "feedforward_layernorm.weight": "post_attention_layernorm.weight",
 }
-_LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
-_EXPERT = re.compile(r"mlp\.experts\.(?P<expert>\d+)\.(?P<role>gate|up|down)_proj\.weight")
-_PLAIN = re.compile(r"(self_attn\.[qkvo]_proj\.(weight|bias))|(mlp\.gate\.weight)")
-_TOP = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 
 
 def emo_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -86,72 +81,26 @@ def emo_config(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def emo_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[list[LayerParts], dict[str, Rows]]:
-    """The MoE layers and all other tensors under Llama's names; `config` is that of `emo_config`.
-
-    Raises:
-        MoesaicError: a tensor that is missing, unknown, or of another shape than the config says.
-    """
-    total = config["num_experts"] + config["num_shared_experts"]
-    others: dict[str, Rows] = {}
-    routers: dict[int, TensorInfo] = {}
-    experts: dict[tuple[int, int, str], TensorInfo] = {}
-    for name, info in checkpoint.tensors.items():
-        match = _LAYER.fullmatch(name)
-        rest = match["rest"] if match else ""
-        if match and (own := _EXPERT.fullmatch(rest)):
-            experts[int(match["layer"]), int(own["expert"]), own["role"]] = info
-        elif match and rest == "mlp.gate.weight":
-            routers[int(match["layer"])] = info
-        elif match and (rest in _NORMS or _PLAIN.fullmatch(rest)):
-            others[f"model.layers.{match['layer']}.{_NORMS.get(rest, rest)}"] = stored(info)
-        elif name in _TOP:
-            others[name] = stored(info)
-        else:
-            raise MoesaicError(f"{checkpoint.name}: unknown tensor {name} in an EMO checkpoint")
-    layers = [_layer(checkpoint, config, index, total, routers, experts) for index in config["moe_layers"]]
-    if len(experts) != 3 * total * len(layers):
-        extra = next(key for key in experts if key[0] >= len(layers) or key[1] >= total)
-        raise MoesaicError(f"{checkpoint.name}: {experts[extra].name} is one more than config.json says")
-    return layers, others
-
-
-def _layer(
-    checkpoint: Checkpoint,
-    config: Mapping[str, Any],
-    index: int,
-    total: int,
-    routers: Mapping[int, TensorInfo],
-    experts: Mapping[tuple[int, int, str], TensorInfo],
-) -> LayerParts:
-    width, hidden, routed = config["moe_intermediate_size"], config["hidden_size"], config["num_experts"]
-    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-    router = routers.get(index)
-    if router is None:
-        raise MoesaicError(f"{checkpoint.name}: model.layers.{index}.mlp.gate.weight is missing")
-    if router.shape != (total, hidden):
-        raise MoesaicError(
-            f"{checkpoint.name}: {router.name} has shape {list(router.shape)}, expected {[total, hidden]}"
+def emo_view(checkpoint: Checkpoint) -> View:
+    """The checkpoint as `moesaic_llama`: Llama's names of the norms, and the last stored expert as the shared one."""
+    config = emo_config(checkpoint)
+    view = seen(checkpoint, read_experts(checkpoint, EMO), "llama", config)
+    routed = config["num_experts"]
+    layers = tuple(
+        replace(
+            layer,
+            router=layer.router.rows(0, routed),
+            experts=layer.experts[:routed],
+            shared=layer.experts[routed] if len(layer.experts) > routed else None,
         )
-
-    def matrix(expert: int, role: str) -> Rows:
-        info = experts.get((index, expert, role))
-        if info is None:
-            missing = f"model.layers.{index}.mlp.experts.{expert}.{role}_proj.weight"
-            raise MoesaicError(f"{checkpoint.name}: {missing} is missing")
-        if info.shape != shapes[role]:
-            raise MoesaicError(
-                f"{checkpoint.name}: {info.name} has shape {list(info.shape)}, expected {list(shapes[role])}"
-            )
-        return stored(info)
-
-    made = [Expert(gate=matrix(e, "gate"), up=matrix(e, "up"), down=matrix(e, "down")) for e in range(total)]
-    return LayerParts(
-        layer=index,
-        router=part(stored(router), 0, routed),
-        experts=tuple(made[:routed]),
-        shared=made[routed] if total > routed else None,
+        for layer in view.layers
     )
+    return replace(view, layers=layers, others={_name(name): one for name, one in view.others.items()})
+
+
+def _name(stored: str) -> str:
+    layer, _, rest = stored.rpartition(".pre_")
+    return f"{layer}.{_NORMS[rest]}" if rest in _NORMS else stored
 
 
 def _shared_experts(checkpoint: Checkpoint) -> int:

@@ -11,22 +11,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moesaic.checkpoint.card import model_card, write_card
+from moesaic.checkpoint.lazy import stored
 from moesaic.checkpoint.output import check_target, output_folder, require_disk, scratch_folder
-from moesaic.checkpoint.pieces import whole
 from moesaic.checkpoint.provenance import VOCABULARY_FILES, read_provenance, side_files, write_provenance
-from moesaic.checkpoint.rewrite import rewrite
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
+from moesaic.checkpoint.write import write
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice, warn
 from moesaic.common.recipe import dump_recipe, recipe_values
-from moesaic.exporting.assemble import refusal
-from moesaic.exporting.gguf_rules import GGUF
-from moesaic.exporting.natives import NATIVE
-from moesaic.exporting.plan import ExportPlan, facts_for, plan_export, recorded_routing
-from moesaic.exporting.recipe import ExportRecipe
-from moesaic.exporting.result import ExportResult, LogitCheck
-from moesaic.exporting.rules import PLAIN_TOP_K
-from moesaic.exporting.view import converts
+from moesaic.exporting.recipe import ExportRecipe, ExportResult, LogitCheck
+from moesaic.exporting.rules import failures_of, gguf_failures, refusal
+from moesaic.exporting.run import ExportPlan, facts_for, plan_export, recorded_routing
+from moesaic.exporting.view import becomes_ours
+from moesaic.families.dense_table import EMBEDDINGS, HEAD
+from moesaic.families.family import PLAIN_TOP_K, GgufFacts
 from moesaic.families.moe_table import MOE_FAMILIES
 
 FOLDER_VARIABLE = "MOESAIC_LLAMA_CPP"
@@ -74,9 +72,9 @@ def export_gguf(
         _check_possible(plan)
     source = plan.native.checkpoint
     check_target(out, overwrite, sources=[source.path])
-    nbytes = plan.native.rewrite("native").files.nbytes
+    nbytes = plan.native.new_checkpoint("native").files.nbytes
     require_disk(out, 3 * nbytes)
-    if (caveat := GGUF[plan.native.family].caveat) and not quiet:
+    if (caveat := _facts(plan.native.family).caveat) and not quiet:
         warn(f"{source.name}: {caveat}")
     notice(f"{source.name}: goes through {plan.native.family} ({plan.native.why})", quiet=quiet)
     checks: tuple[LogitCheck, ...] = ()
@@ -84,7 +82,7 @@ def export_gguf(
         with _native_folder(plan, out, quiet, workers) as native:
             nbytes = _convert(plan, native, out, overwrite)
             if check:
-                from moesaic.exporting.gguf_check import compare_with_llama_cpp
+                from moesaic.exporting.check import compare_with_llama_cpp
 
                 checks = tuple(compare_with_llama_cpp(native, out / plan.file, text=text, device=device, quiet=quiet))
     return ExportResult(
@@ -117,9 +115,9 @@ def plan_gguf(recipe: ExportRecipe, llama_cpp: str | Path | None) -> GgufPlan:
 def _main_dtype(plan: ExportPlan) -> str:
     """The dtype of most bytes."""
     sizes = dict.fromkeys(_OUTTYPES, 0)
-    for one in plan.tensors:
-        if one.output.dtype in sizes:
-            sizes[one.output.dtype] += one.output.nbytes
+    for one in plan.tensors.values():
+        if one.dtype in sizes:
+            sizes[one.dtype] += one.nbytes
     return max(sizes, key=lambda code: sizes[code])
 
 
@@ -130,39 +128,41 @@ def _native_plan(recipe: ExportRecipe, checkpoint: Checkpoint) -> ExportPlan:
         recorded = recorded_routing((read_provenance(checkpoint.path) or {}).get("routing"))
         if (routing := recorded.get("routing", PLAIN_TOP_K)) != PLAIN_TOP_K:
             raise MoesaicError(f"{checkpoint.name}: {routing}: llama.cpp would route by plain top-k; serve it as it is")
-        failures = GGUF[model_type].failures(checkpoint.config)
+        failures = gguf_failures(MOE_FAMILIES[model_type].gguf, checkpoint.config)
         if not failures:
             return _for_llama_cpp(plan_export(plain))
-        if not converts(model_type):
+        if not becomes_ours(model_type):
             raise MoesaicError(f"{checkpoint.name}: llama.cpp would be wrong: {model_type} ({'; '.join(failures)})")
     facts = facts_for(checkpoint)
-    exact = [family for family, row in NATIVE.items() if not row.failures(facts)]
-    if not exact:
-        raise refusal(checkpoint.name, facts, {family: row.failures(facts) for family, row in NATIVE.items()})
-    broken = {}
-    for family in exact:
+    failed = failures_of(facts)
+    if all(failed.values()):
+        raise refusal(checkpoint.name, facts, failed)
+    broken = []
+    for family in (family for family, rules in failed.items() if not rules):
         plan = plan_export(replace(plain, to=family))
-        if not (lines := GGUF[family].failures(plan.config)):
+        if not (lines := gguf_failures(MOE_FAMILIES[family].gguf, plan.config)):
             return _for_llama_cpp(plan)
-        broken[family] = f"{family} ({'; '.join(lines)})"
-    raise MoesaicError(f"{checkpoint.name}: llama.cpp would be wrong: {', '.join(broken.values())}")
+        broken.append(f"{family} ({'; '.join(lines)})")
+    raise MoesaicError(f"{checkpoint.name}: llama.cpp would be wrong: {', '.join(broken)}")
+
+
+def _facts(family: str) -> GgufFacts:
+    facts = MOE_FAMILIES[family].gguf
+    assert facts is not None, family
+    return facts
 
 
 def _for_llama_cpp(plan: ExportPlan) -> ExportPlan:
     """Write out what the converter needs: config keys, and a tied output head where llama.cpp wants one of its own."""
-    row = GGUF[plan.family]
-    plan = replace(plan, config={**plan.config, **row.config})
-    if not (row.own_head and plan.config.get("tie_word_embeddings")):
+    facts = _facts(plan.family)
+    plan = replace(plan, config={**plan.config, **facts.config})
+    if not (facts.own_head and plan.config.get("tie_word_embeddings")):
         return plan
-    embedding = plan.checkpoint.tensors.get("model.embed_tokens.weight")
+    embedding = plan.checkpoint.tensors.get(EMBEDDINGS)
     if embedding is None:
-        raise MoesaicError(f"{plan.checkpoint.name}: model.embed_tokens.weight is missing")
-    tensors = [one for one in plan.tensors if one.output.name != "lm_head.weight"]
-    return replace(
-        plan,
-        tensors=(*tensors, whole(embedding, "lm_head.weight")),
-        config={**plan.config, "tie_word_embeddings": False},
-    )
+        raise MoesaicError(f"{plan.checkpoint.name}: {EMBEDDINGS} is missing")
+    tensors = {name: one for name, one in plan.tensors.items() if name != HEAD} | {HEAD: stored(embedding)}
+    return replace(plan, tensors=tensors, config={**plan.config, "tie_word_embeddings": False})
 
 
 def _converter(llama_cpp: str | Path | None) -> Path:
@@ -181,7 +181,7 @@ def _converter(llama_cpp: str | Path | None) -> Path:
 def _native_folder(plan: GgufPlan, out: Path, quiet: bool, workers: int | None) -> Iterator[Path]:
     with scratch_folder(out) as folder:
         native = folder / "native"
-        rewrite(plan.native.rewrite("native"), native, quiet=quiet, workers=workers)
+        write(plan.native.new_checkpoint("native"), native, quiet=quiet, workers=workers)
         yield native
 
 

@@ -1,15 +1,16 @@
-"""What `export` is told, as data."""
+"""What `export` is told, as data, and what it reports. Torch-free."""
 
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from moesaic.common.errors import MoesaicError
+from moesaic.families.moe_table import TARGETS
 
-TargetName = Literal[
-    "auto", "moesaic", "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "flex_olmo", "granitemoeshared", "gguf"
-]
-TARGETS = ("auto", "moesaic", "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "flex_olmo", "granitemoeshared", "gguf")
 DtypeName = Literal["float32", "bfloat16", "float16"]
+
+DESTINATIONS = ("auto", "moesaic", *TARGETS, "gguf")
+"""What `to` may be, besides the family that a checkpoint is of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,13 +18,14 @@ class ExportRecipe:
     """The settings of one export."""
 
     checkpoint: str
-    """Folder or hub id."""
+    """A mixture of experts: folder, or hub id org/name[@revision]."""
     to: str = "auto"
-    """`auto`, `moesaic` (our architecture), a native family, or `gguf`."""
+    """auto (the family itself, else the best one that is exactly the model), moesaic (our architecture), mixtral,
+    qwen3_moe, qwen2_moe, olmoe, flex_olmo, granitemoeshared, or gguf."""
     layout: Literal["input", "family", "per-expert", "fused"] = "family"
-    """How experts are stored; `input` is the checkpoint's own where the family stays, else as `family`."""
+    """How experts are stored: family (as on the hub), input (as in CHECKPOINT), per-expert or fused."""
     dtype: DtypeName | None = None
-    """Of all weights; None keeps the checkpoint's."""
+    """Of all weights. Default: the checkpoint's."""
     shard_size: str = "5GB"
     """Largest size of a weight file."""
     allow_nonfinite: bool = False
@@ -32,3 +34,70 @@ class ExportRecipe:
     def __post_init__(self) -> None:
         if self.to == "gguf" and self.layout != "family":
             raise MoesaicError(f"--layout {self.layout}: GGUF files have one layout; leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitCheck:
+    """Source and result compared on the same tokens, both in fp32."""
+
+    tokens: str
+    """Which tokens."""
+    count: int
+    largest_difference: float
+    """Absolute, over all logits."""
+    largest_logit: float
+    same_choice: float
+    """Share of positions where both prefer the same next token."""
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the difference is rounding."""
+        return self.largest_difference <= self.tolerance
+
+    def line(self) -> str:
+        """One line for people."""
+        verdict = "equal within rounding" if self.ok else "NOT EQUAL"
+        return (
+            f"{self.count} {self.tokens}: largest difference of logits {self.largest_difference:.2g} (of "
+            f"{self.largest_logit:.3g}; tolerance {self.tolerance:.2g}), same next token at {self.same_choice:.2%}: "
+            f"{verdict}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportResult:
+    """What was made."""
+
+    out: Path | None
+    """None after a dry run."""
+    family: str
+    why: str
+    layout: str
+    nbytes: int
+    """Of the weight files."""
+    seconds: float
+    checks: tuple[LogitCheck, ...] = ()
+    notices: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check passed."""
+        return all(check.ok for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for `--json`."""
+        return {
+            **vars(self),
+            "out": None if self.out is None else str(self.out),
+            "seconds": round(self.seconds, 3),
+            "checks": [vars(check) | {"ok": check.ok} for check in self.checks],
+            "notices": list(self.notices),
+            "ok": self.ok,
+        }
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        where = "would be" if self.out is None else f"{self.out}:"
+        first = f"{where} {self.family}, {self.nbytes / 1e6:,.1f} MB, in {self.seconds:.1f} s ({self.why})"
+        return [first, *(check.line() for check in self.checks)]

@@ -1,14 +1,31 @@
-"""What makes a native family exactly this model: facts about the model against rows of what each family computes.
+"""What makes a native family exactly this model, and what llama.cpp computes: facts in words, against those of a row.
 
-A fact is one line of words; a row lists, per fact, the words that it allows. No torch.
+A fact is one line of words about a model; a row of `families.moe_table` lists, per fact, the words that it allows.
+No torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from moesaic.common.errors import MoesaicError
 from moesaic.exporting.view import View
+from moesaic.families.dense_table import FAMILIES
+from moesaic.families.family import (
+    ALL,
+    MULTIPLIERS,
+    NONE,
+    ONE_PER_GROUP,
+    PLAIN_LAYERS,
+    PLAIN_TOP_K,
+    SELECTED,
+    GgufFacts,
+)
+from moesaic.families.moe_table import TARGETS
 
+Config = Mapping[str, Any]
 Facts = Mapping[str, str]
+Failures = Mapping[str, Mapping[str, str]]
+"""Native family -> fact -> what the family has instead."""
 
 LABELS: Mapping[str, str] = {
     "architecture": "architecture of the base",
@@ -29,84 +46,45 @@ LABELS: Mapping[str, str] = {
 }
 """Fact -> what it is called in a message."""
 
-PLAIN = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "granite")
-"""Bases that differ from a Llama in nothing but these facts."""
-
-PLAIN_LAYERS = "plain decoder layers"
-
-PLAIN_TOP_K, ONE_PER_GROUP = "plain top-k", "one expert per group"
-"""Words of the fact "routing"."""
-
-SPECIAL: Mapping[str, str] = {
-    "gemma": "Gemma's norms scale by 1 + weight and its embeddings are scaled",
-    "gemma2": "Gemma's norms scale by 1 + weight, its embeddings are scaled and its logits capped",
-    "gemma3_text": "Gemma's norms scale by 1 + weight and its embeddings are scaled",
-    "vaultgemma": "Gemma's norms scale by 1 + weight and its embeddings are scaled",
-    "olmo": "its norms have no weights",
-    "olmo3": "some layers have a sliding window and another rope",
-    "smollm3": "some layers have no rope",
-    "phi3": "its attention has one matrix for queries, keys and values",
-    "glm": "its rope turns interleaved pairs and a part of each head",
-    "glm4": "its rope turns interleaved pairs and a part of each head",
-    "cohere": "attention and FFN run in parallel, with layer norms",
-    "cohere2": "attention and FFN run in parallel, with layer norms",
-    "stablelm": "it has layer norms, and rope on a part of each head",
-    "diffllama": "its attention is the difference of two",
-    "granite_swa": "some layers have a sliding window",
-    "ministral": "some layers have a sliding window",
-    "ministral3": "its queries are scaled by position",
-    "cwm": "some layers have a sliding window",
-    "ernie4_5": "its rope turns interleaved pairs",
-    "helium": "its rope turns interleaved pairs",
-    "exaone4": "its norms come after the blocks and its rope is in some layers only",
-    "hunyuan_v1_dense": "its queries and keys are normalised after rope",
-    "seed_oss": "its attention has a bias on queries, keys and values that its output may lack",
-}
-"""Bases that no native family of the table is, and why."""
-
-_MULTIPLIERS = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
+_WEIGHTINGS = {"selected": SELECTED, "all": ALL, "sigmoid": "sigmoids of the selected over their sum"}
 
 
 def facts_of(view: View) -> dict[str, str]:
     """The facts of a model, from its config and the names and shapes of its tensors."""
     config = view.config
     layer = f"model.layers.{config['num_hidden_layers'] - 1}."
-    shapes = {name.removeprefix(layer): rows.shape for name, rows in view.others.items() if name.startswith(layer)}
+    shapes = {name.removeprefix(layer): one.shape for name, one in view.others.items() if name.startswith(layer)}
     dense = config["num_hidden_layers"] - len(view.layers)
-    shared = config["num_shared_experts"]
     return {
-        "architecture": SPECIAL.get(view.base, PLAIN_LAYERS),
+        "architecture": FAMILIES[view.base].differs or PLAIN_LAYERS,
         "norms": _norms(shapes),
         "qk_norm": _qk_norm(config, shapes),
         "attention_bias": _attention_bias(shapes),
-        "expert_bias": "yes" if config["expert_mlp_bias"] or (dense and config.get("mlp_bias")) else "none",
+        "expert_bias": "yes" if config["expert_mlp_bias"] or (dense and config.get("mlp_bias")) else NONE,
         "head_size": _head_size(config),
         "routing": config_routing(config),
         "weighting": _WEIGHTINGS[config["routing_weighting"]],
-        "shared": "with weight 1" if shared else "none",
-        "dense_layers": "some" if dense else "none",
+        "shared": "with weight 1" if config["num_shared_experts"] else NONE,
+        "dense_layers": "some" if dense else NONE,
         "sliding_window": _sliding_window(config),
-        "multipliers": "yes" if _multiplied(config) else "none",
+        "multipliers": "yes" if _multiplied(config) else NONE,
         "rope": str((config.get("rope_parameters") or {}).get("rope_type", "default")),
         "tied": "tied to the embedding" if config.get("tie_word_embeddings") else "of its own",
         "activation": str(config.get("hidden_act")),
     }
 
 
-def config_routing(config: Mapping[str, Any]) -> str:
+def config_routing(config: Config) -> str:
     """The fact "routing" as config.json says it; configs of native families know nothing but top-k."""
     return ONE_PER_GROUP if config.get("routing_rule") == "one_per_group" else PLAIN_TOP_K
 
 
-_WEIGHTINGS = {
-    "selected": "softmax over selected",
-    "all": "softmax over all",
-    "sigmoid": "sigmoids of the selected over their sum",
-}
+def failures_of(facts: Facts, families: Iterable[str] = tuple(TARGETS)) -> dict[str, dict[str, str]]:
+    """The rules that a model breaks, per native family; none where it is exactly that family."""
+    return {family: _failed(facts, TARGETS[family].allowed) for family in families}
 
 
-def failed_rules(facts: Facts, allowed: Mapping[str, frozenset[str]]) -> dict[str, str]:
-    """Fact -> what the row has instead, for each fact that it does not allow; facts it leaves out may be anything."""
+def _failed(facts: Facts, allowed: Mapping[str, frozenset[str]]) -> dict[str, str]:
     return {
         fact: " or ".join(sorted(allowed[fact]))
         for fact, value in facts.items()
@@ -114,15 +92,19 @@ def failed_rules(facts: Facts, allowed: Mapping[str, frozenset[str]]) -> dict[st
     }
 
 
-def describe(facts: Facts, failures: Mapping[str, Mapping[str, str]]) -> str:
-    """Every rule that failed, in words: first what fails in each of several families, then the rest by family."""
+def refusal(name: str, facts: Facts, failures: Failures) -> MoesaicError:
+    """Every rule that failed, in one line: first what fails in each of several families, then the rest by family."""
     families = list(failures)
     common = [fact for fact in facts if len(families) > 1 and all(fact in failures[family] for family in families)]
     parts = [f"{LABELS[fact]}: {facts[fact]}, which none of them has" for fact in common]
     for family, failed in failures.items():
         lines = [f"{LABELS[fact]}: {facts[fact]}, not {other}" for fact, other in failed.items() if fact not in common]
         parts += [f"{family} ({'; '.join(lines)})"] if lines else []
-    return "; ".join(parts) if common else ", ".join(parts)
+    described = ("; " if common else ", ").join(parts)
+    if len(families) == 1:
+        return MoesaicError(f"{name} is not exactly {described}")
+    ways = "" if facts["routing"] == PLAIN_TOP_K else "; serve it with its own code (docs/serving.md)"
+    return MoesaicError(f"{name} is exactly none of the native families: {described}{ways}")
 
 
 def _norms(shapes: Mapping[str, Any]) -> str:
@@ -136,10 +118,10 @@ def _norms(shapes: Mapping[str, Any]) -> str:
     return names.get((before, after, middle), "others")
 
 
-def _qk_norm(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _qk_norm(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> str:
     shape = shapes.get("self_attn.q_norm.weight")
     if shape is None:
-        return "none"
+        return NONE
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return "per head" if shape == (head,) else "over all heads"
 
@@ -147,25 +129,76 @@ def _qk_norm(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -
 def _attention_bias(shapes: Mapping[str, Any]) -> str:
     if "self_attn.o_proj.bias" in shapes:
         return "on queries, keys, values and output"
-    return "on queries, keys and values" if "self_attn.q_proj.bias" in shapes else "none"
+    return "on queries, keys and values" if "self_attn.q_proj.bias" in shapes else NONE
 
 
-def _head_size(config: Mapping[str, Any]) -> str:
+def _head_size(config: Config) -> str:
     usual = config["hidden_size"] / config["num_attention_heads"]
     return "hidden size / heads" if (config.get("head_dim") or usual) == usual else "another than hidden size / heads"
 
 
-def _sliding_window(config: Mapping[str, Any]) -> str:
+def _sliding_window(config: Config) -> str:
     kinds = set(config.get("layer_types") or ())
     if kinds == {"sliding_attention"}:
         return "in every layer"
     if kinds:
-        return "in some layers" if kinds - {"full_attention"} else "none"
-    return "in every layer" if config.get("sliding_window") else "none"
+        return "in some layers" if kinds - {"full_attention"} else NONE
+    return "in every layer" if config.get("sliding_window") else NONE
 
 
-def _multiplied(config: Mapping[str, Any]) -> bool:
+def _multiplied(config: Config) -> bool:
     return "attention_multiplier" in config and not (
-        all(config[key] == 1 for key in _MULTIPLIERS)
+        all(config[key] == 1 for key in MULTIPLIERS)
         and config["attention_multiplier"] == (config["hidden_size"] // config["num_attention_heads"]) ** -0.5
     )
+
+
+# --- llama.cpp: what its converter would accept and get wrong, by the config of a native family -----------------------
+
+
+def _rope(config: Config) -> str:
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return str(parameters.get("rope_type") or parameters.get("type") or "default")
+
+
+def _dense_layers(config: Config) -> str:
+    return "some" if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1 else NONE
+
+
+def _switched_window(config: Config) -> str:
+    return "yes" if config.get("use_sliding_window") and config.get("sliding_window") else NONE
+
+
+def _groups(config: Config) -> str:
+    if config.get("topk_method") == "greedy" or (config.get("n_group") or 1) <= 1:
+        return NONE
+    return f"{config['n_group']} groups"
+
+
+GGUF_FACTS: Mapping[str, tuple[str, Callable[[Config], str]]] = {
+    "weighting": ("norm_topk_prob", lambda config: "true" if config.get("norm_topk_prob") else "false"),
+    "rope": ("rope", _rope),
+    "activation": ("activation", lambda config: str(config.get("hidden_act", "silu"))),
+    "dense_layers": ("layers without experts", _dense_layers),
+    "sliding_window": ("sliding window", lambda config: "yes" if config.get("sliding_window") else NONE),
+    "switched_window": ("sliding window", _switched_window),
+    "norm_eps": ("rms_norm_eps", lambda config: f"{config.get('rms_norm_eps', 1e-5):g}"),
+    "clip": ("clip_qkv", lambda config: NONE if config.get("clip_qkv") is None else str(config["clip_qkv"])),
+    "groups": ("group-limited selection", _groups),
+    "attention_bias": ("attention biases", lambda config: "yes" if config.get("attention_bias") else NONE),
+}
+"""Fact -> what it is called in a message, and the words for a config."""
+
+
+def gguf_failures(row: GgufFacts | None, config: Config) -> list[str]:
+    """One line per rule of llama.cpp that a config breaks; a family that nobody has compared breaks them all."""
+    if row is None:
+        return ["nobody has compared llama.cpp with it"]
+    if row.reason:
+        return [row.reason]
+    found = {fact: (label, words(config)) for fact, (label, words) in GGUF_FACTS.items() if fact in row.allowed}
+    return [
+        f"{label}: {value}, where llama.cpp computes {' or '.join(sorted(row.allowed[fact]))}"
+        for fact, (label, value) in found.items()
+        if value not in row.allowed[fact]
+    ]

@@ -1,4 +1,4 @@
-"""The values of a config.json, checked once where a config comes in, so that everything after may rely on them.
+"""A config.json where it comes in: the dense family it is of, or why not, and its values, checked once for all.
 
 A config is written by others: a number may be text, null, NaN or a list. One table says what each key may hold; the
 names that transformers knows (activations, kinds of rope) are literal here, because importing it takes seconds.
@@ -7,10 +7,11 @@ names that transformers knows (activations, kinds of rope) are literal here, bec
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 from moesaic.common.errors import MoesaicError, suggest
+from moesaic.families.dense_table import FAMILIES, WRAPPER_TEXT_TYPES, DenseFamily
 
 ACTIVATIONS = frozenset(
     {
@@ -229,3 +230,77 @@ def show(value: Any) -> str:
     """A value as JSON has it, short."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# --- the dense family of a config, or why it is none ----------------------------------------------------------------
+
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+
+_REASONS: Mapping[str, tuple[str, ...]] = {
+    "its FFN has no gate (gate, up and down are needed)": (
+        *("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "bloom", "opt", "falcon", "mpt", "codegen", "xglm"),
+        *("phi", "starcoder2", "nemotron", "persimmon", "arcee", "apertus", "jais2", "biogpt", "ctrl"),
+    ),
+    "it is a state-space or recurrent model whose layers have no gated FFN of the supported form": (
+        *("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm", "bamba", "zamba", "zamba2"),
+        *("falcon_h1", "nemotron_h", "lfm2"),
+    ),
+    "it is an encoder or an encoder-decoder, not a decoder-only language model": (
+        *("bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "deberta", "deberta-v2", "modernbert"),
+        *("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "t5gemma", "whisper", "clip", "siglip", "vit"),
+    ),
+    "it normalises inside the FFN, so its FFN cannot be cut into shards": ("bitnet",),
+}
+
+
+def is_moe(config: Mapping[str, Any]) -> bool:
+    """Return whether a config describes a mixture of experts."""
+    counts = (config.get(key) for key in _EXPERT_KEYS)
+    return any(isinstance(count, int) and count > 1 for count in counts)
+
+
+def refuse_config(
+    config: Mapping[str, Any], text: Mapping[str, Any], name: str, families: Sequence[str]
+) -> MoesaicError:
+    """Return the error for a config that no row of the table matches: the reason and what works instead."""
+    model_type = str(text.get("model_type") or config.get("model_type"))
+    if is_moe(text):
+        return MoesaicError(
+            f"{name}: {model_type} is already a mixture of experts, and upcycling needs a dense model: `moesaic plan` "
+            "and `moesaic generate` work on it, or give the dense model it was made from"
+        )
+    reason = next((why for why, types in _REASONS.items() if model_type in types), None)
+    if reason is None:
+        reason = "it is not in the table of families" if model_type != "None" else "the config names no model_type"
+    return MoesaicError(
+        f"{name}: model_type {model_type} cannot be a base: {reason}; families that work: {', '.join(families)}"
+    )
+
+
+def text_config(config: Mapping[str, Any], name: str = "config.json") -> tuple[DenseFamily, dict[str, Any]]:
+    """Return the family and the text model's config of a (possibly multimodal) config, defaults filled in.
+
+    Raises:
+        MoesaicError: the model type cannot be a base (the message says why and which can), or a value is of the wrong
+            kind.
+    """
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping):
+        text = dict(inner)
+        text.setdefault("model_type", WRAPPER_TEXT_TYPES.get(str(config.get("model_type")), None))
+        for key in ("tie_word_embeddings", "dtype", "torch_dtype"):
+            if key in config:
+                text.setdefault(key, config[key])
+    else:
+        text = dict(config)
+    family = FAMILIES.get(str(text.get("model_type")))
+    if family is None:
+        raise refuse_config(config, text, name, sorted(FAMILIES))
+    for key, reason in family.refused.items():
+        if text.get(key):
+            raise MoesaicError(f"{name}: {family.model_type} with {key}={text[key]!r} is not supported: {reason}")
+    flags = [part.key for part in family.optional] + ([family.ffn_bias_key] if family.ffn_bias_key else [])
+    check_values(text, name, sizes=family.defaults, flags=flags)
+    check_activation(text, family.activation_key, name)
+    check_rope(text, name, aliases=family.rope_aliases)
+    return family, {**family.defaults, **text}

@@ -1,4 +1,7 @@
-"""Counting parameters from tensor names and shapes: total, active, with and without embeddings (no torch)."""
+"""The tensors of a model that exists only as a config, and what names and shapes count: parameters, total and active.
+
+No torch.
+"""
 
 import math
 import re
@@ -8,7 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moesaic.common.errors import MoesaicError
-from moesaic.families.shapes import config_shapes
+from moesaic.families.config_values import check_values, require, text_config
+from moesaic.families.dense_table import FAMILIES, ffn_shapes, has_ffn_bias, other_shapes
+from moesaic.families.family import our_base
+from moesaic.families.moe_table import MOE_FAMILIES
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -75,6 +81,53 @@ class ParameterCount:
             "total_without_embeddings": self.total_without_embeddings,
             "active_without_embeddings": self.active_without_embeddings,
         }
+
+
+_MOE_KEYS = ("moe_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+
+def config_shapes(config: Mapping[str, Any], name: str = "config.json") -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of every tensor of a dense family, or of `moesaic_<family>`; `name` is for messages.
+
+    Raises:
+        MoesaicError: the family is not in the table of dense families, or a value is missing or of the wrong kind.
+    """
+    base, moe_layers, dense = our_base(config.get("model_type")), set[int](), config
+    if base is not None:
+        require(config, _MOE_KEYS, name)
+        check_values(config, name)
+        moe_layers = set(config["moe_layers"])
+        # The base alone is a dense model; a refusal of it must not call it a mixture of experts.
+        dense = {**config, "model_type": base, "num_experts": None}
+    family, text = text_config(dense, name)
+    shapes = other_shapes(family, text)
+    ffn, moe = ffn_shapes(family, text), {}
+    if moe_layers:
+        moe = moe_shapes(config, hidden=int(text["hidden_size"]), ffn_bias=has_ffn_bias(family, text))
+    for index in range(int(text["num_hidden_layers"])):
+        block = moe if index in moe_layers else ffn
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in block.items()}
+    return shapes
+
+
+def moe_shapes(config: Mapping[str, Any], *, hidden: int, ffn_bias: bool) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of one MoE layer of our architecture: name below `model.layers.N.` -> shape."""
+    experts, width = int(config["num_experts"]), int(config["moe_intermediate_size"])
+    shapes: dict[str, tuple[int, ...]] = {
+        "mlp.gate.weight": (experts, hidden),
+        "mlp.experts.gate_up_proj": (experts, 2 * width, hidden),
+        "mlp.experts.down_proj": (experts, hidden, width),
+    }
+    if config.get("expert_mlp_bias", ffn_bias):
+        shapes["mlp.experts.gate_up_proj_bias"] = (experts, 2 * width)
+        shapes["mlp.experts.down_proj_bias"] = (experts, hidden)
+    shared = int(config.get("num_shared_experts") or 0) * int(config["intermediate_size"])
+    if shared:
+        sizes = {"gate_proj": (shared, hidden), "up_proj": (shared, hidden), "down_proj": (hidden, shared)}
+        shapes |= {f"mlp.shared_expert.{name}.weight": shape for name, shape in sizes.items()}
+        if config.get("expert_mlp_bias", ffn_bias):
+            shapes |= {f"mlp.shared_expert.{name}.bias": shape[:1] for name, shape in sizes.items()}
+    return shapes
 
 
 def count_parameters(config: Mapping[str, Any]) -> ParameterCount:
@@ -193,3 +246,30 @@ def _top_k(config: Mapping[str, Any]) -> int:
         f"config.json of {config.get('model_type')} does not say how many experts a token uses "
         f"(looked for {', '.join(TOP_K_KEYS)}): add num_experts_per_tok"
     )
+
+
+def trained_context(config: Any) -> int | None:
+    """Most positions that a model (a config of transformers) was trained for; None where its config does not say."""
+    reach = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return reach if reach and reach > 0 else None
+
+
+def layer_windows(config: Mapping[str, Any]) -> list[int | None]:
+    """Per layer the number of positions that its attention sees, None for all of them."""
+    depth, window, types = (
+        int(config.get("num_hidden_layers") or 0),
+        config.get("sliding_window"),
+        config.get("layer_types"),
+    )
+    model_type = str(config.get("model_type", ""))
+    row = MOE_FAMILIES.get(model_type) or FAMILIES.get(our_base(model_type) or model_type)
+    switched_off = row is not None and row.window_is_switched and not config.get("use_sliding_window")
+    if not isinstance(window, int) or window <= 0 or switched_off:
+        return [None] * depth
+    if types:
+        return [window if kind == "sliding_attention" else None for kind in types[:depth]]
+    pattern = config.get("sliding_window_pattern") or (row and row.window_every)
+    if not pattern:
+        return [window] * depth
+    period = len(pattern) if isinstance(pattern, str) else int(pattern)  # "LLLG": every fourth layer sees everything
+    return [window if (layer + 1) % period else None for layer in range(depth)]

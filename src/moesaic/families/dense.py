@@ -7,17 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from moesaic.checkpoint.lazy import Lazy, stored
 from moesaic.common.errors import MoesaicError
-from moesaic.families.config_values import check_depth
-from moesaic.families.dense_shapes import (
-    EMBEDDINGS,
-    HEAD,
-    ffn_shapes,
-    has_ffn_bias,
-    is_tied,
-    other_shapes,
-    text_config,
-)
+from moesaic.families.config_values import check_depth, text_config
+from moesaic.families.dense_table import EMBEDDINGS, HEAD, ffn_shapes, has_ffn_bias, is_tied, other_shapes
+from moesaic.families.experts import ExpertWeights
 
 if TYPE_CHECKING:
     from moesaic.checkpoint.headers import TensorInfo
@@ -33,27 +27,6 @@ _BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowRange:
-    """Rows `start` to `stop` (along dimension 0) of one stored tensor."""
-
-    info: TensorInfo
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class DenseFFN:
-    """The stored tensors of one layer's FFN: gate and up (F, D), down (D, F), and biases where the base has them."""
-
-    gate: RowRange
-    up: RowRange
-    down: RowRange
-    gate_bias: RowRange | None = None
-    up_bias: RowRange | None = None
-    down_bias: RowRange | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class DenseModel:
     """A dense checkpoint, understood.
 
@@ -63,7 +36,7 @@ class DenseModel:
         config: the text model's config (the inner one of a multimodal wrapper), with the effective tie flag.
         prefix: what stands before `embed_tokens`, `layers`, `norm` in the file (canonically `model.`).
         others: canonical name -> stored tensor, for every tensor that is not part of an FFN.
-        ffns: one entry per layer.
+        ffns: one per layer, as it is stored: gate and up (F, D), down (D, F), biases where the base has them.
         hidden, intermediate, num_layers, vocab: D, F, L and the rows of the embedding.
         tied: whether the output head is the embedding (then there is no `lm_head.weight` in `others`).
         activation: name of the FFN's activation.
@@ -79,7 +52,7 @@ class DenseModel:
     config: dict[str, Any]
     prefix: str
     others: dict[str, TensorInfo]
-    ffns: tuple[DenseFFN, ...]
+    ffns: tuple[ExpertWeights[Lazy], ...]
     hidden: int
     intermediate: int
     num_layers: int
@@ -135,7 +108,7 @@ def detect(checkpoint: Checkpoint) -> DenseModel:
         tied=is_tied(family, config),
         activation=str(config.get(family.activation_key) or family.activation),
         ffn_bias=has_ffn_bias(family, config),
-        dtype=ffns[0].down.info.dtype,
+        dtype=ffns[0].down_DI.dtype,
         left_out=tuple(left_out),
         dropped=tuple(dropped),
         notices=_notices(checkpoint, left_out, dropped, untied=said_tied and not config["tie_word_embeddings"]),
@@ -244,34 +217,27 @@ def _names(what: str, names: list[str], shown: int = 3) -> str:
     return f"{what} tensor{'s' if len(names) > 1 else ''} {', '.join(names[:shown])}{more}"
 
 
-def _ffn(family: DenseFamily, config: Mapping[str, Any], found: Mapping[str, TensorInfo], index: int) -> DenseFFN:
+def _ffn(
+    family: DenseFamily, config: Mapping[str, Any], found: Mapping[str, TensorInfo], index: int
+) -> ExpertWeights[Lazy]:
     width = int(config["intermediate_size"])
     layer = f"model.layers.{index}."
 
-    def rows(name: str, start: int, kind: str) -> RowRange | None:
-        info = found.get(f"{layer}{name}.{kind}")
-        return None if info is None else RowRange(info=info, start=start, stop=start + width)
+    def part(name: str, start: int, kind: str) -> Lazy:
+        return stored(found[f"{layer}{name}.{kind}"]).rows(start, start + width)
 
     up_start = width if family.fused_gate_up else 0
-    gate_name, up_name = family.fused_gate_up or family.gate, family.fused_gate_up or family.up
-    gate, up = rows(gate_name, 0, "weight"), rows(up_name, up_start, "weight")
-    down = _whole(found, f"{layer}{family.down}.weight")
-    assert gate is not None
-    assert up is not None
-    assert down is not None
-    return DenseFFN(
-        gate=gate,
-        up=up,
-        down=down,
-        gate_bias=rows(gate_name, 0, "bias"),
-        up_bias=rows(up_name, up_start, "bias"),
-        down_bias=_whole(found, f"{layer}{family.down}.bias"),
+    gate, up = family.fused_gate_up or family.gate, family.fused_gate_up or family.up
+    biases: dict[str, Lazy] = {}
+    if has_ffn_bias(family, config):
+        biases = {"gate_bias_I": part(gate, 0, "bias"), "up_bias_I": part(up, up_start, "bias")}
+        biases["down_bias_D"] = stored(found[f"{layer}{family.down}.bias"])
+    return ExpertWeights(
+        gate_ID=part(gate, 0, "weight"),
+        up_ID=part(up, up_start, "weight"),
+        down_DI=stored(found[f"{layer}{family.down}.weight"]),
+        **biases,
     )
-
-
-def _whole(found: Mapping[str, TensorInfo], name: str) -> RowRange | None:
-    info = found.get(name)
-    return None if info is None else RowRange(info=info, start=0, stop=info.shape[0])
 
 
 def _notices(checkpoint: Checkpoint, left_out: list[str], dropped: list[str], *, untied: bool) -> tuple[str, ...]:

@@ -14,7 +14,12 @@ from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.families.config_values import MOE_KINDS, check_values, require
 from moesaic.families.counting import beyond_depth
-from moesaic.families.moe_table import EXPERT_COUNT_KEYS, MOE_FAMILIES, MoEFamily, family_of, way_out
+from moesaic.families.family import MoEFamily
+from moesaic.families.moe_table import KNOWN, family_of, way_out
+
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+TOP_K_ALIASES = ("experts_per_token",)
+"""Further keys of the number of active experts (GPT-OSS as published)."""
 
 _LAYER = re.compile(r"^(?P<prefix>.*?layers\.)(?P<layer>\d+)\.(?P<rest>.+)$")
 _OWN = re.compile(r"^(?P<head>(?:mlp|block_sparse_moe)\.experts\.)(?P<expert>\d+)\.(?P<tail>.+)$")
@@ -108,11 +113,16 @@ def detect_moe(checkpoint: Checkpoint) -> MoEModel:
     config = checkpoint.config
     family = family_of(config)
     if family is None:
-        known = ", ".join([*MOE_FAMILIES, "moesaic_*"])
         raise MoesaicError(
-            f"{checkpoint.name}: model_type {config.get('model_type')!r} is not an MoE family known here ({known})"
+            f"{checkpoint.name}: model_type {config.get('model_type')!r} is not an MoE family known here ({KNOWN})"
             f"{way_out(config.get('model_type'))}"
         )
+    return read_experts(checkpoint, family)
+
+
+def read_experts(checkpoint: Checkpoint, family: MoEFamily) -> MoEModel:
+    """`detect_moe` of a checkpoint that is known to be of this family."""
+    config = checkpoint.config
     name = f"{checkpoint.name}: config.json"
     check_values(config, name, kinds=MOE_KINDS)
     require(config, ("num_hidden_layers", "hidden_size", "vocab_size"), name)

@@ -1,4 +1,4 @@
-"""Make transformers' auto classes know the MoE architectures, without importing any of them before it is used.
+"""Make transformers' auto classes, and vLLM, know the MoE architectures, importing none of them before it is used.
 
 ``AutoConfig.register`` and ``AutoModel.register`` want classes, so using them would import torch, generation and every
 base family whenever a program merely loads a tokenizer (two seconds). transformers' own mappings hold names instead and
@@ -10,6 +10,7 @@ from types import ModuleType
 
 from wrapt import register_post_import_hook
 
+from moesaic.families.dense_table import FAMILIES
 from moesaic.modeling.names import STEMS
 
 _AUTO = "transformers.models.auto"
@@ -39,3 +40,23 @@ def _register_models(modeling_auto: ModuleType) -> None:
             names[model_type] = f"Moesaic{stem}{kind}"
             mapping._modules[model_type] = sys.modules["moesaic.modeling"]
             mapping._reverse_config_mapping[f"Moesaic{stem}Config"] = model_type
+
+
+_VLLM_BACKEND = "vllm.model_executor.models.transformers:TransformersMoEForCausalLM"
+
+
+def register_in_vllm() -> None:
+    """vLLM plugin (entry point `vllm.general_plugins`): our architectures run there without `--trust-remote-code`.
+
+    They run in vLLM's transformers backend for mixtures of experts, which learns their names here and imports nothing
+    before one of them is used; may run more than once. Only bases whose log-probabilities were compared with
+    transformers (`make interop`): the backend silently leaves out the multipliers of Granite's and Gemma's models, so
+    others must be shown to be right before their row says so.
+    """
+    from vllm import ModelRegistry  # pyright: ignore[reportMissingImports]
+
+    known = ModelRegistry.get_supported_archs()
+    for row in FAMILIES.values():
+        name = f"Moesaic{row.stem}ForCausalLM"
+        if row.in_vllm and name not in known:
+            ModelRegistry.register_model(name, _VLLM_BACKEND)

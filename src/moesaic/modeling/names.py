@@ -1,43 +1,16 @@
-"""Names of the architectures and the place of their code; imports neither torch nor transformers."""
+"""Names and configs of our architectures, and the place of their code; imports neither torch nor transformers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moesaic.common.errors import MoesaicError
+from moesaic.families.dense_table import FAMILIES
+from moesaic.families.family import DenseTwin, our_base
+from moesaic.families.moe_table import MOE_FAMILIES, OURS
 
-# model type of a dense base (all of moesaic.families.dense_table) -> the stem of its class names
-STEMS = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "ministral": "Ministral",
-    "ministral3": "Ministral3",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "gemma": "Gemma",
-    "gemma2": "Gemma2",
-    "gemma3_text": "Gemma3Text",
-    "vaultgemma": "VaultGemma",
-    "olmo": "Olmo",
-    "olmo2": "Olmo2",
-    "olmo3": "Olmo3",
-    "smollm3": "SmolLM3",
-    "granite": "Granite",
-    "granite_swa": "GraniteSWA",
-    "phi3": "Phi3",
-    "glm": "Glm",
-    "glm4": "Glm4",
-    "cohere": "Cohere",
-    "cohere2": "Cohere2",
-    "ernie4_5": "Ernie4_5",
-    "exaone4": "Exaone4",
-    "hunyuan_v1_dense": "HunYuanDenseV1",
-    "helium": "Helium",
-    "seed_oss": "SeedOss",
-    "stablelm": "StableLm",
-    "cwm": "Cwm",
-    "diffllama": "DiffLlama",
-}
+STEMS = {row.model_type: row.stem for row in FAMILIES.values()}
+"""Model type of a dense base -> the stem of its class names."""
 
 
 def class_names(base_model_type: str) -> dict[str, Any]:
@@ -69,6 +42,55 @@ def modeling_file() -> Path:
 
 def code_files(config: Mapping[str, Any]) -> dict[str, str]:
     """Name and text of the code that a checkpoint with this config brings along: none where the family is not ours."""
-    if not str(config.get("model_type")).startswith("moesaic_"):
+    if our_base(config.get("model_type")) is None:
         return {}
     return {modeling_file().name: modeling_file().read_text(encoding="utf-8")}
+
+
+def conversion_of(model_type: str, name: str) -> DenseTwin:
+    """How a native family becomes ours, for `expand --routing one_per_copy_group`; a MoesaicError says why it can't."""
+    family = MOE_FAMILIES[model_type]
+    if family.twin is None:
+        converting = [row.model_type for row in MOE_FAMILIES.values() if row.twin is not None]
+        raise MoesaicError(
+            f"--routing one_per_copy_group: {name}: {model_type} cannot become our architecture, because "
+            f"{family.no_twin}; use --routing plain (families that convert: {OURS.model_type}, {', '.join(converting)})"
+        )
+    return family.twin
+
+
+_ROUTER_KEYS = (
+    "norm_topk_prob", "num_local_experts", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
+    "decoder_sparse_step", "mlp_only_layers", "architectures", "auto_map", "model_type",
+)  # fmt: skip
+
+
+def converted_config(
+    twin: DenseTwin, config: Mapping[str, Any], *, moe_layers: Sequence[int], num_experts: int
+) -> dict[str, Any]:
+    """config.json of a native model in our architecture, with plain top-k routing; the caller puts in expert groups.
+
+    Settings that `config` leaves to the family's defaults are written out: the dense model's defaults are others.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    family = MOE_FAMILIES[config["model_type"]]
+    full = CONFIG_MAPPING[family.model_type].from_dict(dict(config)).to_dict()
+    if full.get("sliding_window") and "layer_types" not in full and hasattr(CONFIG_MAPPING[twin.base](), "layer_types"):
+        # The family has its window in every layer; the dense model asks for the kind of each.
+        full["layer_types"] = ["sliding_attention"] * full["num_hidden_layers"]
+    own = {
+        "num_experts": num_experts,
+        "moe_intermediate_size": full[twin.width],
+        "num_shared_experts": 0,
+        "moe_layers": list(moe_layers),
+        "routing_rule": "topk",
+        "routing_weighting": "selected" if family.normalises(full) else "all",
+        "expert_groups": None,
+        "group_score": "max",
+        "expert_mlp_bias": False,
+    }
+    if twin.shared_width is not None and full[twin.shared_width]:
+        own |= {"num_shared_experts": 1, "intermediate_size": full[twin.shared_width]}
+    kept = {key: value for key, value in full.items() if key not in _ROUTER_KEYS}
+    return {**kept, **own, **class_names(twin.base)}

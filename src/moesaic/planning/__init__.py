@@ -1,7 +1,3 @@
 """`plan`: sizes and costs of checkpoints and recipes from headers and configs alone. Imports no torch."""
 
-from moesaic.families.counting import ParameterCount, count_parameters
-from moesaic.planning.planner import plan
-from moesaic.planning.report import PlanReport
-
-__all__ = ["ParameterCount", "PlanReport", "count_parameters", "plan"]
+from moesaic.families.counting import count_parameters as count_parameters

@@ -1,5 +1,5 @@
 """`moesaic report`: one HTML file about inspections, training runs and evaluations. Torch-free.
 
-`sources` says what each input is; `runs`, `inspections` and `results` read one kind each into plain values; `packing`
-writes those as data that can never become markup; `page` puts data, style, scripts and Plotly into one file.
+`report` says what each input is; `payload` reads each kind into plain values; `page` writes those as data that can
+never become markup, and puts data, style, scripts and Plotly into one file.
 """

@@ -192,7 +192,8 @@ def _routed(layer: nn.Module, block: MoEBlock, seen: Mapping[nn.Module, tuple[An
     assert block.router in seen, "the layer was not called"
     logits_TE, weights_TK, ids_TK = seen[block.router][1]
     norms_TK, routed_TD = seen[block.experts]
-    given, output = seen[block.block][0], _first(seen[block.block][1])
+    given: Tensor = seen[block.block][0]
+    output: Tensor = _first(seen[block.block][1])
     residual = given
     for before, after in seen.values():
         if _first(after) is given:  # the norm right before the block

@@ -1,11 +1,23 @@
 """What is switched on at the routers, as plain data: no torch here, so that recipes and records can hold it."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from moesaic.common.errors import MoesaicError
 
-RuleName = Literal["topk", "one_per_group", "document_pool"]
+RULES = {
+    "topk": "moesaic.routing.rules:TopK",
+    "one_per_group": "moesaic.routing.rules:OnePerGroup",
+    "document_pool": "moesaic.routing.pools:DocumentPool",
+}
+"""Rule -> its class, as text because recipes read this table without torch. A new rule is a class and a line here."""
+
+if TYPE_CHECKING:
+    RuleName = str
+else:
+    RuleName = Literal[tuple(RULES)]
+
+BalanceScope = Literal["local", "global", "batch"]
 PoolDraw = Literal["document_and_layer", "document"]
 GroupScore = Literal["max", "mean", "log_mean_exp"]
 

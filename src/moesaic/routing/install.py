@@ -1,13 +1,13 @@
 """Put a rule on the routers of a model, and tell them which documents their tokens belong to.
 
-A router's `forward` is replaced on the instance, so nothing enters the state dict, hooks (FSDP, output capturing) still
-run around it, a deep copy of the model has routers of its own, and `uninstall` leaves no trace.
+The rows of `families.moe_table` say which classes are routers, and how each turns scores into weights. A router's
+`forward` is replaced on the instance, so nothing enters the state dict, hooks (FSDP, output capturing) still run around
+it, a deep copy of the model has routers of its own, and `uninstall` leaves no trace.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
-from types import MethodType
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
+from moesaic.families.moe_table import MOE_FAMILIES
 from moesaic.routing.config import RuleConfig
-from moesaic.routing.routers import RouterSettings, find_routers
-from moesaic.routing.rules import Rule, build_rule, decide
-from moesaic.routing.types import RoutingContext, RoutingDecision
+from moesaic.routing.pools import RoutingContext
+from moesaic.routing.rules import RouterSettings, RoutingDecision, build_rule, decide
 
 _ATTRIBUTE = "_moesaic_router"
 
@@ -70,29 +70,44 @@ class Installation:
         self.routers = []
 
 
-class _InstalledRouter:
-    """What one router needs to decide."""
+class InstalledRouter:
+    """One router whose `forward` follows a rule: logits -> allowed experts -> selected experts -> weights."""
 
-    def __init__(self, installation: Installation, layer: int, settings: RouterSettings) -> None:
+    def __init__(self, router: nn.Module, settings: RouterSettings, installation: Installation, layer: int) -> None:
+        self.router = router
+        self.settings = settings
         self.installation = installation
         self.layer = layer
-        self.settings = settings
-        self.rule: Rule = build_rule(installation.config, settings)
+        self.rule = build_rule(installation.config, settings)
 
-    def decide(self, logits_TE: Tensor, *, training: bool) -> RoutingDecision:
-        bias_LE = self.installation.selection_bias
+    @torch.compiler.disable  # recording is a side effect per layer: traced, every layer would be compiled again
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits_TE, weights_TK and expert_ids_TK, as the routers of transformers do."""
+        hidden_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        # bf16 logits tie and reorder experts that fp32 tells apart, so autocast must not reach this product.
+        with torch.autocast(hidden_TD.device.type, enabled=False):
+            dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
+            weight_ED: Tensor = self.router.weight  # pyright: ignore[reportAssignmentType]
+            decision = self._decide(F.linear(hidden_TD.to(dtype), weight_ED.to(dtype)))
+        weights_TK = decision.weights_TK
+        if self.settings.cast_weights:
+            weights_TK = weights_TK.to(hidden_states.dtype)
+        return decision.logits_TE, weights_TK, decision.expert_ids_TK
+
+    def _decide(self, logits_TE: Tensor) -> RoutingDecision:
+        """Decide with the documents of the open `routing_context`, and record it there, if one is open."""
+        training, record, bias_LE = self.router.training, self.installation.record, self.installation.selection_bias
         bias_E = None if bias_LE is None else bias_LE[self.layer].to(logits_TE)
-        record = self.installation.record
         if record is None:
-            if training and self.rule.allow is not None:
+            if training and self.rule.needs_documents:
                 raise RuntimeError("the document pool needs `with routing_context(...)` around forward and backward")
             return decide(self.rule, logits_TE, bias_E=bias_E)
         earlier = record.recorded(self.layer)
-        pools = training if record.pools is None else record.pools
         if earlier is not None and logits_TE.requires_grad and not earlier.logits_TE.requires_grad:
             raise RuntimeError(
                 "activation checkpointing must be non-reentrant (use_reentrant=False): losses had no graph"
             )
+        pools = training if record.pools is None else record.pools
         decision = decide(
             self.rule,
             logits_TE,
@@ -104,22 +119,6 @@ class _InstalledRouter:
         if earlier is None:
             record.add(self.layer, decision)
         return decision
-
-
-@torch.compiler.disable  # recording is a side effect per layer: traced, every layer would be compiled again
-def _forward(router: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    installed: _InstalledRouter = getattr(router, _ATTRIBUTE)
-    hidden_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-    # bf16 logits tie and reorder experts that fp32 tells apart, so autocast must not reach this product.
-    with torch.autocast(hidden_TD.device.type, enabled=False):
-        dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
-        weight_ED: Tensor = router.weight  # pyright: ignore[reportAssignmentType]
-        logits_TE = F.linear(hidden_TD.to(dtype), weight_ED.to(dtype))
-        decision = installed.decide(logits_TE, training=router.training)
-    weights_TK = decision.weights_TK
-    if installed.settings.cast_weights:
-        weights_TK = weights_TK.to(hidden_states.dtype)
-    return decision.logits_TE, weights_TK, decision.expert_ids_TK
 
 
 def install(model: nn.Module, config: RuleConfig, *, selection_bias: Tensor | bool | None = None) -> Installation:
@@ -142,14 +141,16 @@ def install(model: nn.Module, config: RuleConfig, *, selection_bias: Tensor | bo
             f"{routers[0][1].num_experts} experts; the moesaic.json is another checkpoint's"
         )
     installation = Installation(config, selection_bias=selection_bias)
-    installed = [_InstalledRouter(installation, layer, settings) for layer, (_, settings) in enumerate(routers)]
+    installed = [
+        InstalledRouter(router, settings, installation, layer) for layer, (router, settings) in enumerate(routers)
+    ]
     earlier = find_installation(model)
     if earlier is not None:
         earlier.uninstall()
-    for state, (router, _) in zip(installed, routers, strict=True):
-        setattr(router, _ATTRIBUTE, state)
-        router.forward = MethodType(_forward, router)
-        installation.routers.append(router)
+    for state in installed:
+        setattr(state.router, _ATTRIBUTE, state)
+        state.router.forward = state.forward  # pyright: ignore[reportAttributeAccessIssue]
+        installation.routers.append(state.router)
     return installation
 
 
@@ -187,3 +188,47 @@ def routing_context(
         yield installation.record
     finally:
         installation.record = None
+
+
+# --- which modules are routers ----------------------------------------------------------------------------------------
+
+
+_FAMILY_OF = {name: row for row in MOE_FAMILIES.values() for name in row.routers}
+"""Class of a router -> the family whose routers it is of."""
+
+_OUR_ROUTER = "MoesaicRouter"
+
+
+def _settings(router: Any, name: str) -> RouterSettings:
+    """What a router of this class does by itself."""
+    own = RouterSettings(num_experts=router.num_experts, top_k=router.top_k, weighting="selected", cast_weights=True)
+    if name == _OUR_ROUTER:
+        members: list[list[int]] = router.members or []
+        group_of = {expert: group for group, experts in enumerate(members) for expert in experts if expert >= 0}
+        groups = tuple(group_of[expert] for expert in range(router.num_experts)) if members else None
+        return replace(own, weighting=router.weighting, groups=groups, group_score=router.group_score)
+    row = _FAMILY_OF[name]
+    # The key of the config that decides about the weights is an attribute of the router.
+    normalises = row.normalises({row.weighting: getattr(router, row.weighting, None)})
+    return replace(own, weighting="selected" if normalises else "all", cast_weights=not row.router_weights_in_fp32)
+
+
+def find_routers(model: nn.Module) -> list[tuple[nn.Module, RouterSettings]]:
+    """Return the routers of a model in the order of its layers, with what each does by itself.
+
+    A class that no row of `families.moe_table` names is left alone: a wrong guess (sigmoid scores, group-limited
+    selection) would change the model silently. `tests/unit/routing/test_install.py` compares each with the family's own
+    forward. Looks at the classes a module derives from, because FSDP replaces a module's class with a subclass of it.
+    """
+    found = []
+    for module in model.modules():
+        names = (base.__name__ for base in type(module).__mro__)
+        name = next((name for name in names if name == _OUR_ROUTER or name in _FAMILY_OF), None)
+        if name is not None:
+            found.append((module, _settings(module, name)))
+    if not found:
+        raise MoesaicError(
+            f"{type(model).__name__} has no router that training rules work on; they work on our own architecture, "
+            "OLMoE, FlexOlmo, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Mixtral and Granite-MoE"
+        )
+    return found

@@ -1,4 +1,6 @@
-"""Load-balancing loss and router z-loss, per layer from the routing decisions, averaged over the MoE layers.
+"""What routers are trained by: load-balancing loss, router z-loss, and the selection bias of loss-free balancing.
+
+The losses are taken per layer from the routing decisions and averaged over the MoE layers.
 
 transformers' own auxiliary loss derives the selection again by plain top-k, pools layers and counts padding, so it is
 wrong for pools, groups and biases; these read what the rule really did.
@@ -8,18 +10,16 @@ value, so gradients have to be summed over ranks. Where a wrapper averages them 
 ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from moesaic.routing.types import RoutingDecision
-
-BalanceScope = Literal["local", "global", "batch"]
+from moesaic.routing.config import BalanceScope
+from moesaic.routing.rules import RoutingDecision
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,30 +58,6 @@ def reduce_load(load: Load, group: dist.ProcessGroup | None = None) -> Load:
     return Load(counts_LE=message[:-1].view_as(load.counts_LE), tokens=message[-1])
 
 
-def _local_scope(local: Load, group: dist.ProcessGroup | None, carried: Load | None) -> tuple[Load, Tensor]:
-    del carried
-    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-    return local, local.tokens * ranks
-
-
-def _global_scope(local: Load, group: dist.ProcessGroup | None, carried: Load | None) -> tuple[Load, Tensor]:
-    del carried
-    load = reduce_load(local, group)
-    return load, load.tokens
-
-
-def _batch_scope(local: Load, group: dist.ProcessGroup | None, carried: Load | None) -> tuple[Load, Tensor]:
-    load = reduce_load(local, group)
-    return load if carried is None else carried + load, load.tokens
-
-
-_SCOPES: dict[str, Callable[[Load, dist.ProcessGroup | None, Load | None], tuple[Load, Tensor]]] = {
-    "local": _local_scope,
-    "global": _global_scope,
-    "batch": _batch_scope,
-}
-
-
 def balance_loss(
     decisions: Sequence[RoutingDecision],
     token_mask_T: Bool[Tensor, " tokens"],
@@ -100,7 +76,10 @@ def balance_loss(
     `batch`: also over the earlier micro-steps of the step; pass the returned load of the micro-step before as `carried`
     (None at the first). Average over the micro-steps of a step.
     """
-    load, probability_tokens = _SCOPES[scope](local, group, carried)
+    load = local if scope == "local" else reduce_load(local, group)
+    probability_tokens = load.tokens * (_ranks(group) if scope == "local" else 1)
+    if scope == "batch" and carried is not None:
+        load = carried + load
     weight_T = token_mask_T.to(decisions[0].logits_TE.dtype)
     layers = []
     for counts_E, decision in zip(load.counts_LE, decisions, strict=True):
@@ -109,6 +88,10 @@ def balance_loss(
         fraction_E = counts_E.to(probability_E.dtype) / selections
         layers.append(counts_E.numel() * (fraction_E @ probability_E) / probability_tokens.clamp_min(1))
     return torch.stack(layers).mean(), load
+
+
+def _ranks(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def router_z_loss(
@@ -122,3 +105,17 @@ def router_z_loss(
     weight_T = token_mask_T.to(decisions[0].logits_TE.dtype)
     layers = [weight_T @ decision.masked_logits_TE.logsumexp(dim=-1).square() for decision in decisions]
     return torch.stack(layers).mean() / batch_tokens
+
+
+def balanced_bias(
+    bias_LE: Float[Tensor, "layers experts"], load: Load, *, rate: float
+) -> Float[Tensor, "layers experts"]:
+    """Loss-free balancing (Wang et al. 2024, arXiv 2408.15664): a selection bias per expert instead of a gradient.
+
+    Return the bias after one step: plus `rate` for experts below the mean load of their layer, minus above.
+
+    `load` covers the whole step on all ranks (algorithm 1 of the paper); update before the optimizer step. The bias is
+    added to the probabilities that experts are selected by and never to the weights of the selected ones.
+    """
+    counts_LE = load.counts_LE.to(torch.float64)  # exact for integers, so that equal loads have no sign
+    return bias_LE + rate * (counts_LE.mean(dim=-1, keepdim=True) - counts_LE).sign().to(bias_LE.dtype)

@@ -30,11 +30,14 @@ _ATTRIBUTE = "_moesaic_restriction"
 _UNRESTRICTED = "_moesaic_unrestricted"
 _OWN = ("forward", _ATTRIBUTE, _UNRESTRICTED, INSTALLED)
 
+_State = tuple[Sequence[Sequence[int]], int]
+"""Kept ids per MoE layer, and the number of active experts."""
+
 
 class Restriction:
     """A selection in force on a model; as a context manager, what held before is put back at the end of the block."""
 
-    def __init__(self, model: nn.Module, before: "_State | None") -> None:
+    def __init__(self, model: nn.Module, before: _State | None) -> None:
         self._model = model
         self._before = before
 
@@ -49,14 +52,6 @@ class Restriction:
     def undo(self) -> None:
         """Put back what held before: another selection, or all experts."""
         _set(find_blocks(self._model), self._before)
-
-
-class _State:
-    """Kept ids per MoE layer, and the number of active experts."""
-
-    def __init__(self, kept: Sequence[Sequence[int]], top_k: int) -> None:
-        self.kept = kept
-        self.top_k = top_k
 
 
 def restrict(model: nn.Module, selection: Selection | None, *, top_k: int | None = None) -> Restriction:
@@ -86,7 +81,7 @@ def restrict(model: nn.Module, selection: Selection | None, *, top_k: int | None
     top_k = selection.top_k if top_k is None else top_k
     values = config.get_text_config().to_dict()
     active = check_counts(selection.source, values, selection.kept, top_k=top_k, where="selection")
-    _set(blocks, _State(selection.kept, active))
+    _set(blocks, (selection.kept, active))
     return Restriction(model, before)
 
 
@@ -114,8 +109,8 @@ def _set(blocks: Sequence[MoEBlock], state: _State | None) -> None:
 
 
 def _restricted_forward(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    state, layer = getattr(router, _ATTRIBUTE)
-    return forward_cut(router, hidden_states, state.kept[layer], state.top_k)
+    (kept, top_k), layer = getattr(router, _ATTRIBUTE)
+    return forward_cut(router, hidden_states, kept[layer], top_k)
 
 
 def forward_cut(router: Any, hidden_states: Tensor, kept: Sequence[int], top_k: int) -> tuple[Tensor, Tensor, Tensor]:

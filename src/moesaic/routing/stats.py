@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from moesaic.routing.losses import count_selections
-from moesaic.routing.types import RoutingDecision
+from moesaic.routing.rules import RoutingDecision
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -16,8 +16,8 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.verbs import verb
 from moesaic.families.counting import beyond_depth, layer_of
 from moesaic.families.identity import Ids, SourceModel, describe, find_lineage, refuse_other_model
-from moesaic.families.moe import MoEModel, detect_running
-from moesaic.families.moe_table import EXPERT_COUNT_KEYS, MOE_FAMILIES
+from moesaic.families.moe import EXPERT_COUNT_KEYS, MoEModel, detect_running
+from moesaic.families.moe_table import MOE_FAMILIES
 from moesaic.modeling.names import code_files
 from moesaic.routing.subset import Selection, check_counts, cut_routing, load_selection, own_groups
 from moesaic.selection.recipe import ExtractRecipe

@@ -20,8 +20,8 @@ from moesaic.families.counting import beyond_depth, layer_of
 from moesaic.families.identity import Ids, SourceModel, describe, find_lineage, source_from_json
 from moesaic.families.moe import ROUTER_ROLES, ExpertTensor, MoELayerTensors, MoEModel, detect_running
 from moesaic.modeling.names import code_files
-from moesaic.selection.experts import expert_part
 from moesaic.selection.recipe import MergeBackRecipe
+from moesaic.selection.slots import expert_part
 
 _OF_THE_FULL_MODEL = ("routing", "experts", "lineage")
 """Keys of its moesaic.json that stay true: the training rule, and which experts of which models its experts are."""

@@ -16,7 +16,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice
 from moesaic.common.verbs import verb
 from moesaic.data.calibration import Calibration, calibration_texts, domain_of, encode_texts
-from moesaic.families.context import trained_context
+from moesaic.families.counting import trained_context
 from moesaic.families.identity import SourceModel, describe, refuse_other_model
 from moesaic.families.moe import MoEModel, detect_running
 from moesaic.routing.subset import FORMAT, Selection, check_counts, save_selection
@@ -230,6 +230,7 @@ def union_selections(first: Selection, second: Selection) -> Selection:
     union = [set(ours) | set(theirs) for ours, theirs in zip(first.kept, second.kept, strict=True)]
     size = source.num_experts // source.num_groups
     most = max(sum(expert // size == group for expert in ids) for ids in union for group in range(source.num_groups))
+    active = (first.top_k, second.top_k)
     kept = []
     for ids, scores_E in zip(union, scores_LE, strict=True):
         first_E = scores_E + np.isin(np.arange(source.num_experts), sorted(ids)) * (scores_E.max() + 1)
@@ -242,16 +243,11 @@ def union_selections(first: Selection, second: Selection) -> Selection:
         scores=tuple(tuple(row) for row in scores_LE.tolist()),
         routing_mass_kept=None,
         details={
-            "top_k": _larger(first.top_k, second.top_k),
+            "top_k": None if None in active else max(active),  # None is the model's own, which is the largest
             "methods": [first.method, second.method],
             "filled_up": [len(row) - len(ids) for row, ids in zip(kept, union, strict=True)],
         },
     )
-
-
-def _larger(first: int | None, second: int | None) -> int | None:
-    """The larger number of active experts; None is the model's own, which is the largest."""
-    return None if first is None or second is None else max(first, second)
 
 
 def compare_selections(first: Selection, second: Selection) -> list[dict[str, Any]]:
@@ -259,7 +255,13 @@ def compare_selections(first: Selection, second: Selection) -> list[dict[str, An
 
     The two may keep different numbers, and be of different models as long as layers and number of experts agree.
     """
-    _refuse_other_shape(first, second)
+    for key in ("layers", "num_experts"):
+        ours, theirs = getattr(first.source, key), getattr(second.source, key)
+        if ours != theirs:
+            raise MoesaicError(
+                f"the selections are of models with different {key}: {ours} ({first.source.name}) and "
+                f"{theirs} ({second.source.name})"
+            )
     rows = []
     for layer, ours, theirs in zip(first.layers, first.kept, second.kept, strict=True):
         both, either = set(ours) & set(theirs), set(ours) | set(theirs)
@@ -272,13 +274,3 @@ def compare_selections(first: Selection, second: Selection) -> list[dict[str, An
             }
         )
     return rows
-
-
-def _refuse_other_shape(first: Selection, second: Selection) -> None:
-    for key in ("layers", "num_experts"):
-        ours, theirs = getattr(first.source, key), getattr(second.source, key)
-        if ours != theirs:
-            raise MoesaicError(
-                f"the selections are of models with different {key}: {ours} ({first.source.name}) and "
-                f"{theirs} ({second.source.name})"
-            )

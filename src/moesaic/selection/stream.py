@@ -6,6 +6,7 @@ is kept is the hidden states of all sequences.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +26,9 @@ from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.families.moe import ROUTER_ROLES, MoELayerTensors, detect_running
 from moesaic.loading import load_config
-from moesaic.routing.capture import find_block
+from moesaic.routing.capture import find_block, replaced_forward
 from moesaic.routing.restrict import install_recorded
-from moesaic.selection.experts import expert_part
+from moesaic.selection.slots import expert_part
 
 _META = torch.device("meta")
 
@@ -102,7 +103,7 @@ class StreamedModel:
                 stacks.fill(block.experts, self._moe_layers[index])
             self._load(lambda name, index=index: f".layers.{index}." in f".{name}", module)
             step(LoadedLayer(index=index, module=module))
-            _forget(module)
+            module.to_empty(device=_META)
 
     def _embed(self, batches: Sequence[Batch]) -> None:
         """Run the model up to its first layer, and record what each layer would be called with."""
@@ -117,7 +118,7 @@ class StreamedModel:
                     batch.hidden_BSD = calls[0][0]
                     batch.arguments = [keywords for _, keywords in calls]
         for module in around:
-            _forget(module)
+            module.to_empty(device=_META)
 
     def _load(self, wanted: Callable[[str], bool], *modules: nn.Module) -> None:
         """Read the tensors whose names are wanted, experts apart, and require that `modules` are then complete."""
@@ -126,13 +127,13 @@ class StreamedModel:
             for name, info in self._checkpoint.tensors.items()
             if wanted(name) and name not in self._stacked
         }
-        load_config = LoadStateDictConfig(
+        config = LoadStateDictConfig(
             dtype=self._dtype,
             dtype_plan=self._model._get_dtype_plan(self._dtype),
             weight_mapping=self._conversions,
         )
         with _silent():
-            convert_and_load_state_dict_in_model(self._model, state, load_config)
+            convert_and_load_state_dict_in_model(self._model, state, config)
         for module in modules:
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 if tensor.device == _META:
@@ -157,43 +158,32 @@ class _RecordedError(Exception):
     """The last layer was reached: the rest of the model is not needed."""
 
 
-class _recording:  # noqa: N801 (used like a function)
+@contextmanager
+def _recording(layers: nn.ModuleList) -> Iterator[list[tuple[Tensor, dict[str, Any]]]]:
     """Have the layers record what they are called with, and pass their input on."""
+    calls: list[tuple[Tensor, dict[str, Any]]] = []
 
-    def __init__(self, layers: nn.ModuleList) -> None:
-        self._layers = layers
+    def record(hidden_BSD: Tensor, **keywords: Any) -> Tensor:
+        calls.append((hidden_BSD, keywords))
+        if len(calls) == len(layers):
+            raise _RecordedError
+        return hidden_BSD
 
-    def __enter__(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        calls: list[tuple[Tensor, dict[str, Any]]] = []
-
-        def record(hidden_BSD: Tensor, **keywords: Any) -> Tensor:
-            calls.append((hidden_BSD, keywords))
-            if len(calls) == len(self._layers):
-                raise _RecordedError
-            return hidden_BSD
-
-        for layer in self._layers:
-            layer.forward = record
-        return calls
-
-    def __exit__(self, *_: object) -> None:
-        for layer in self._layers:
-            del layer.__dict__["forward"]
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(replaced_forward(layer, record))
+        yield calls
 
 
-def _forget(module: nn.Module) -> None:
-    module.to_empty(device=_META)
-
-
-class _silent:  # noqa: N801 (used like a function)
+@contextmanager
+def _silent() -> Iterator[None]:
     """No progress bar of transformers for every layer."""
-
-    def __enter__(self) -> None:
-        self._was = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
-
-    def __exit__(self, *_: object) -> None:
-        if self._was:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
             logging.enable_progress_bar()
 
 

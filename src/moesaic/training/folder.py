@@ -1,4 +1,7 @@
-"""OUT before a run: may it be written, what states are in it, does the recipe still say what it said. No torch."""
+"""Before a run: may OUT be written, what states are in it, are the data there, does the recipe still say the same.
+
+No torch: `--dry-run` asks these too.
+"""
 
 import fcntl
 import shutil
@@ -9,6 +12,8 @@ from typing import Any
 
 from moesaic.checkpoint.pio import explained
 from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import recipe_values
+from moesaic.data.files import PREFIX, find_files
 from moesaic.training.recipe import TrainRecipe
 
 RECIPE_FILE = "recipe.yaml"
@@ -23,7 +28,7 @@ _EARLY = {RECIPE_FILE, "metrics.jsonl", "state"}
 MAY_CHANGE = ("budget", "checkpoint", "validation", "parallel", "batch.micro_sequences", "compile", "expand")
 """Keys that may differ on `--resume`: they say how long, how often and on what, not what a step computes.
 
-Of `expand`, what lies ahead may change; `growth_run.refuse_changed_expansions` looks at what was done.
+Of `expand`, what lies ahead may change; `refuse_changed_expansions` looks at what was done.
 
 `parallel` and `batch.micro_sequences` shape the global micro-batch, which the balancing loss (and nothing else) sees.
 """
@@ -84,6 +89,18 @@ def refuse_overlap(out: Path, recipe: TrainRecipe) -> None:
         for source in _places(name):
             if source.exists() and (source.is_relative_to(target) or target.is_relative_to(source)):
                 raise MoesaicError(f"{out}: is, holds or lies in {name}, which the recipe reads; choose another OUT")
+
+
+def require_local_files(recipe: TrainRecipe) -> None:
+    """Refuse (MoesaicError) sources and held-out sets that are neither on the hub nor files with documents here."""
+    for kind in ("sources", "validation"):
+        for number, source in enumerate(getattr(recipe.data, kind)):
+            if source.path.startswith(PREFIX):
+                continue
+            try:
+                find_files(source, quiet=True)
+            except MoesaicError as error:
+                raise MoesaicError(f"data.{kind}.{number}.path: {error}") from error
 
 
 def _places(name: str) -> list[Path]:
@@ -149,6 +166,37 @@ def refuse_changed_data(old: Sequence[str], new: Sequence[str], paths: Sequence[
                 f"{path}: its content or the tokenizer changed since this run started, so {harm}; bring it back, or "
                 "use another OUT for another run"
             )
+
+
+def refuse_changed_expansions(
+    expansions: Sequence[Mapping[str, Any]], step: int, recipe: TrainRecipe, steps: Sequence[int]
+) -> None:
+    """Refuse to resume where an expansion that was done is another now, or one that was not done would be too late.
+
+    Args:
+        expansions: records of those that were done.
+        step: where the run goes on.
+        recipe: what it would go on with.
+        steps: after how many steps its expansions come.
+    """
+    for number, record in enumerate(expansions):
+        done = f"expand.{number}: was done after step {record['step']:,}"
+        if number >= len(steps):
+            raise MoesaicError(f"{done} and is missing now; put it back, or use another OUT for another run")
+        if steps[number] != record["step"]:
+            raise MoesaicError(f"{done} and would be after step {steps[number]:,} now; say its moment as `step`")
+        if recipe_values(recipe.transitions[number]) | _MOMENT != record["transition"] | _MOMENT:
+            raise MoesaicError(f"{done} with other settings than the recipe has now; use another OUT for another run")
+    for number in range(len(expansions), len(steps)):
+        if steps[number] < step:
+            raise MoesaicError(
+                f"expand.{number}: is after step {steps[number]:,}, but this run is at step {step:,}; "
+                "choose a later moment"
+            )
+
+
+_MOMENT = dict.fromkeys(("step", "tokens", "fraction"))
+"""How the moment is said may change, as long as it is the same one."""
 
 
 def _is_within(key: str, parent: str) -> bool:

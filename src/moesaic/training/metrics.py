@@ -1,12 +1,26 @@
-"""metrics.jsonl, a line per step and per validation, and the same numbers for TensorBoard."""
+"""What a run says: metrics.jsonl with a line per step and per validation, TensorBoard, and lines for people."""
 
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moesaic.checkpoint.pio import explained
+from moesaic.common.progress import BAR_SECONDS, LINE_SECONDS, bar, duration, notice, on_terminal
+from moesaic.families.costs import flops_per_token
+from moesaic.modeling.cross_entropy import DomainLoss
+from moesaic.routing.stats import busiest_share, dead_experts, load_entropy
+from moesaic.training.planning import PEAK_FLOPS
+from moesaic.training.start import Trainable
+from moesaic.training.step import StepResult
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -70,3 +84,117 @@ def _scalars(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, f
             yield from _scalars(value, f"{prefix}{name}/")
         elif isinstance(value, (int, float)) and name != "step":
             yield prefix + name, value
+
+
+# --- the lines --------------------------------------------------------------------------------------------------------
+
+
+class Throughput:
+    """Turns tokens and seconds into FLOP/s and, where the device's peak is known, model FLOPs utilisation."""
+
+    def __init__(self, trainable: Trainable) -> None:
+        """Backward counts as twice the forward (the usual 3x); recomputation does not count."""
+        recipe, world = trainable.recipe, trainable.world
+        shapes = {name: tuple(weight.shape) for name, weight in trainable.masters.parameters.items()}
+        config = trainable.config.get_text_config().to_dict()
+        self._flops = 3 * flops_per_token(shapes, config, recipe.data.sequence_length)
+        peak = None
+        if world.device.type == "cuda" and recipe.precision == "bf16":
+            peak = peak_flops(torch.cuda.get_device_name(world.device))
+        self._peak = None if peak is None else peak * world.size
+
+    def line(self, tokens: int, seconds: float) -> dict[str, float]:
+        """The `timing` of a step; `tokens` are positions, padding included."""
+        rate = tokens / seconds
+        timing = {"seconds": seconds, "tokens_per_second": rate, "flops_per_second": rate * self._flops}
+        return timing if self._peak is None else timing | {"mfu": rate * self._flops / self._peak}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a device by the name that CUDA gives it; None for one that is not in the table."""
+    words = re.split(r"[\s-]+", device_name)
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
+
+
+def step_line(
+    result: StepResult, *, step: int, tokens: int, rate: float, domains: Sequence[str], timing: Mapping[str, float]
+) -> dict[str, Any]:
+    """The line of one step. Everything but `timing` is the same in every run of a recipe on one kind of machine.
+
+    `tokens` are the positions up to and with this step. Of the experts: entropy of the load over log E (mean over the
+    layers), the largest share of a layer's selections that one expert took, and how many took none, over all layers.
+    """
+    losses = zip(domains, result.domain_losses, strict=True)
+    line: dict[str, Any] = {
+        "kind": "step",
+        "step": step,
+        "tokens": tokens,
+        "loss": result.loss,
+        "domain_loss": {domain: loss for domain, loss in losses if not math.isnan(loss)},
+        "grad_norm": result.gradient_norm,
+        "lr": rate,
+        "step_tokens": result.tokens,
+    }
+    for name in ("balance_loss", "router_z_loss", "lm_z_loss"):
+        if (value := getattr(result, name)) is not None:
+            line[name] = value
+    if result.load is not None:
+        counts_LE = result.load.counts_LE
+        line["load_entropy"] = float(load_entropy(counts_LE).mean())
+        line["largest_share"] = float(busiest_share(counts_LE).max())
+        line["dead_experts"] = int(dead_experts(counts_LE).sum())
+    return line | {"timing": dict(timing)}
+
+
+def validation_line(measured: Mapping[str, DomainLoss], *, step: int, tokens: int) -> dict[str, Any]:
+    """The line of one validation."""
+    domains = {domain: asdict(loss) for domain, loss in measured.items()}
+    return {"kind": "validation", "step": step, "tokens": tokens, "validation": domains}
+
+
+def expansion_line(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The line of one expansion, between the line of its step and that of the next."""
+    return {"kind": "expansion", **record}
+
+
+class Console:
+    """A live bar on a terminal; lines on stderr elsewhere: the first step, the last, and every few seconds."""
+
+    def __init__(self, *, steps: int, first: int, quiet: bool) -> None:
+        self._steps, self._first, self._quiet = steps, first, quiet
+        self._shown = time.monotonic()
+        self._seconds = 0.0
+        self._open = ExitStack()
+        self._bar = self._open.enter_context(bar("training", steps)) if on_terminal() and not quiet else None
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Show a step if it is time to."""
+        now, step = time.monotonic(), line["step"]
+        self._seconds += line["timing"]["seconds"]
+        pause = LINE_SECONDS if self._bar is None else BAR_SECONDS
+        if step not in (self._first + 1, self._steps) and now - self._shown < pause:
+            return
+        self._shown = now
+        left = self._seconds / (step - self._first) * (self._steps - step)  # of steps, without validation
+        text = f"step {step:,}/{self._steps:,}: {_figures(line)}, {duration(left)} left"
+        if self._bar is None:
+            notice(text, quiet=self._quiet)
+        else:
+            self._bar(step, text)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._open.close()
+
+    def validation(self, measured: Mapping[str, DomainLoss], step: int) -> None:
+        """Show a validation."""
+        losses = ", ".join(f"{domain} {loss.loss:.4f}" for domain, loss in measured.items())
+        notice(f"step {step:,}: held-out {losses}", quiet=self._quiet)
+
+
+def _figures(line: Mapping[str, Any]) -> str:
+    timing = line["timing"]
+    speed = f"{timing['tokens_per_second']:,.0f} tokens/s, {timing['flops_per_second'] / 1e9:,.1f} GFLOP/s"
+    if "mfu" in timing:
+        speed += f" ({100 * timing['mfu']:.1f}% of peak)"
+    return f"loss {line['loss']:.4f}, gradient {line['grad_norm']:.3g}, lr {line['lr']:.3g}, {speed}"

@@ -1,17 +1,119 @@
-"""AdamW over fp32 masters, plain or sharded, and the global gradient norm."""
+"""What the optimizer moves: fp32 masters of the parameters, which of them train, AdamW, and the gradient norm."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
+from moesaic.common.errors import MoesaicError
 from moesaic.training.parallel import World
 from moesaic.training.recipe import OptimizerRecipe
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Stop the training of parameters whose names match one of the shell `patterns`.
+
+    Raises: `MoesaicError` where a pattern matches nothing or nothing is left to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise MoesaicError(f"optimizer.frozen: {pattern!r} matches no parameter; one is called {names[0]}")
+    for name, parameter in model.named_parameters():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise MoesaicError(f"optimizer.frozen: {list(patterns)}: nothing is left to train")
+
+
+def describe_trainable(model: nn.Module) -> str:
+    """One line: parameters that train, of how many, and how many of them are in routed experts."""
+    counts = {"all": 0, "trainable": 0, "experts": 0, "trainable experts": 0}
+    for name, parameter in model.named_parameters():
+        kinds = ["all", "experts"] if ".experts." in name else ["all"]
+        for kind in kinds:
+            counts[kind] += parameter.numel()
+            counts[("trainable " + kind).removesuffix(" all")] += parameter.numel() * parameter.requires_grad
+    return (
+        f"{counts['trainable']:,} of {counts['all']:,} parameters train; "
+        f"{counts['trainable experts']:,} of {counts['experts']:,} in routed experts"
+    )
+
+
+def kept_in_fp32(model: PreTrainedModel) -> set[str]:
+    """Parameters that don't train and that transformers never casts: selection biases, where they are no buffers.
+
+    What trains is computed with in bf16 whatever transformers says, as FSDP's policy does it.
+    """
+    patterns = [pattern.replace("*", ".*") for pattern in model._keep_in_fp32_modules_strict or ()]
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and any(re.search(pattern, name) for pattern in patterns)
+    }
+
+
+class MasterWeights:
+    """fp32 parameters, gradients included, by name.
+
+    In fp32, and under FSDP (whose mixed precision casts what it gathers), they are the model's own parameters. Else a
+    model that computes in bf16 keeps bf16 parameters, each with an fp32 master: gradients are accumulated in fp32 as
+    soon as backward has finished one, so that summing micro-steps loses nothing, and no two copies of them live. The
+    numbers are those of FSDP's policy (parameters bf16, reduction fp32), without autocast, and therefore the same with
+    every kernel.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, copies: torch.dtype | None) -> None:
+        """Take over the fp32 `model`; its parameters, all but `kept_in_fp32`, are cast to `copies`, if it is given."""
+        kept = kept_in_fp32(model)
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._pairs: list[tuple[Tensor, nn.Parameter]] = []
+        for name, parameter in model.named_parameters():
+            assert parameter.dtype == torch.float32, f"{name} was loaded in {parameter.dtype}"
+            self.parameters[name] = parameter
+            if copies is None or name in kept:
+                continue
+            master = parameter.detach()
+            parameter.data = master.to(copies)
+            if parameter.requires_grad:
+                self.parameters[name] = nn.Parameter(master)
+                self._pairs.append((parameter, self.parameters[name]))
+                parameter.register_post_accumulate_grad_hook(_move_gradient_to(self.parameters[name]))
+
+    @property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """What the optimizer moves."""
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Let the model compute with the masters as they are now."""
+        if self._pairs:
+            copies, masters = zip(*self._pairs, strict=True)
+            torch._foreach_copy_(list(copies), list(masters))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _move_gradient_to(master: nn.Parameter):
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return hook
+
+
+# --- AdamW ------------------------------------------------------------------------------------------------------------
 
 
 def decays(name: str, parameter: Tensor) -> bool:

@@ -17,7 +17,6 @@ from moesaic.common.errors import MoesaicError
 from moesaic.training.recipe import ParallelRecipe, Precision
 
 ResultT = TypeVar("ResultT")
-Outcome = tuple[ResultT | None, MoesaicError | None]
 
 _PATIENCE = timedelta(hours=12)
 """How long ranks wait for each other: the first start tokenises the corpus, and an expansion writes the model, in one
@@ -53,42 +52,33 @@ class World:
 
     def from_local_main(self, make: Callable[[], ResultT]) -> ResultT:
         """Call `make` once on each machine and give its (pickled) result there, or its MoesaicError to all."""
-        if self.size == 1:
-            return make()
-        made: list[Outcome[ResultT] | None] = [None] * self.size
-        dist.all_gather_object(made, _outcome(make) if self.local_rank == 0 else None)
-        refusals = (outcome[1] for outcome in made if outcome is not None and outcome[1] is not None)
-        if (refusal := next(refusals, None)) is not None:
-            raise refusal
-        return _result(made[self.rank - self.local_rank])
+        return self._shared(make, self.rank - self.local_rank)
 
     def from_main(self, make: Callable[[], ResultT]) -> ResultT:
         """Call `make` on the main rank and give its (pickled) result to all, or raise its MoesaicError on all."""
+        return self._shared(make, 0)
+
+    def _shared(self, make: Callable[[], ResultT], maker: int) -> ResultT:
+        """The result of the rank that makes it for this one, which calls `make` itself if that is its own number."""
         if self.size == 1:
             return make()
-        outcome: list[Outcome[ResultT] | None] = [_outcome(make) if self.is_main else None]
-        dist.broadcast_object_list(outcome)
-        return _result(outcome[0])
+        outcome: tuple[ResultT | None, MoesaicError | None] = None, None
+        if self.rank == maker:
+            try:
+                outcome = make(), None
+            except MoesaicError as error:
+                outcome = None, error
+        made = [outcome] * self.size
+        dist.all_gather_object(made, outcome)
+        for _, refusal in made:
+            if refusal is not None:
+                raise refusal
+        return made[maker][0]  # pyright: ignore[reportReturnType]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
             dist.barrier()
-
-
-def _outcome(make: Callable[[], ResultT]) -> Outcome[ResultT]:
-    try:
-        return make(), None
-    except MoesaicError as error:
-        return None, error
-
-
-def _result(outcome: Outcome[ResultT] | None) -> ResultT:
-    assert outcome is not None
-    result, refusal = outcome
-    if refusal is not None:
-        raise refusal
-    return result  # pyright: ignore[reportReturnType]
 
 
 @contextmanager

@@ -12,13 +12,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moesaic.checkpoint.source import open_headers
-from moesaic.families.counting import ParameterCount, Shapes, count_shapes, is_routed, layer_of
-from moesaic.planning.checkpoints import language_config
-from moesaic.planning.costs import attention_layers, flops_per_token
-from moesaic.planning.report import number, size
+from moesaic.families.costs import attention_layers, flops_per_token, language_config, number, size
+from moesaic.families.counting import ParameterCount, Shapes, config_shapes, count_shapes, is_routed, layer_of
+from moesaic.families.dense_table import FAMILIES
+from moesaic.families.family import our_base
 from moesaic.training.growth_plan import GrowthPlan, plan_growth
-from moesaic.training.recipe import ScratchModel, TrainRecipe
-from moesaic.training.scratch_shapes import scratch_shapes
+from moesaic.training.recipe import ScratchModel, TrainRecipe, scratch_config
 
 PEAK_FLOPS: Mapping[str, float] = {
     "A100": 312e12,
@@ -192,9 +191,35 @@ def _all_flops(recipe: TrainRecipe, growth: GrowthPlan | None, flops: int) -> fl
 
 def _model(recipe: TrainRecipe) -> tuple[Shapes, Mapping[str, Any]]:
     if isinstance(recipe.model, ScratchModel):
-        return scratch_shapes(recipe.model)
+        return _scratch_shapes(recipe.model)
     checkpoint = open_headers(recipe.model)
     return {name: info.shape for name, info in checkpoint.tensors.items()}, language_config(checkpoint)
+
+
+def _scratch_shapes(scratch: ScratchModel) -> tuple[Shapes, Mapping[str, Any]]:
+    """Tensor name -> shape, and the config with what counting reads.
+
+    From our tables without torch where they have the family; else from the family's class on the meta device, which has
+    shapes and no numbers.
+    """
+    config = scratch_config(scratch)
+    model_type = str(config["model_type"])
+    if model_type in FAMILIES or our_base(model_type):
+        return config_shapes(config), config
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from moesaic.training.start import make_config, makes_a_model
+
+    made = make_config(scratch)
+    with torch.device("meta"), makes_a_model(scratch.family):
+        model = AutoModelForCausalLM.from_config(made)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tensors = dict(model.named_parameters())
+    tensors |= {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+    text = model.config.get_text_config()
+    sizes = {name: getattr(text, name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, {**text.to_dict(), **sizes}
 
 
 def _notes(recipe: TrainRecipe) -> tuple[str, ...]:

@@ -1,15 +1,21 @@
 """The recipe of `train`: what decides the weights that come out, one documented field per key, no torch."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from moesaic.common.errors import MoesaicError
+from moesaic.common.layer_ranges import parse_layers
+from moesaic.common.recipe import load_recipe
+from moesaic.common.yaml_text import parse_yaml
 from moesaic.data.recipe import DataRecipe
-from moesaic.routing.config import RuleConfig
-from moesaic.training.growth_recipe import Transition, check_seed, positions
+from moesaic.modeling.names import class_names
+from moesaic.recipes import read_recipe, shipped_recipes
+from moesaic.routing.config import BalanceScope, RuleConfig
+from moesaic.training.schedule import Transition, check_seed, positions, refuse_long_warmup
 
-BalanceScope = Literal["local", "global", "batch"]
 Schedule = Literal["cosine", "linear"]
 Precision = Literal["fp32", "bf16"]
 
@@ -21,12 +27,6 @@ def _require(recipe: object, *names: str, least: float | None = None) -> None:
         if value is None or (value > 0 if least is None else value >= least):
             continue
         raise MoesaicError(f"{name} must be {'greater than 0' if least is None else f'at least {least}'}, got {value}")
-
-
-def refuse_long_warmup(warmup: int, steps: int, reason: str) -> None:
-    """Refuse a warmup that is longer than the run; `reason` is what limits that."""
-    if warmup > steps:
-        raise MoesaicError(f"optimizer.warmup_steps ({warmup}) exceeds {reason} ({steps} steps); lower it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,3 +304,50 @@ class TrainRecipe:
             )
         if self.routing.pool_size is not None:
             self.routing.pool_range(top_k=moe.top_k, num_experts=moe.experts)
+
+
+def load_train_recipe(source: str | Path | Mapping[str, Any], settings: Sequence[str] = ()) -> TrainRecipe:
+    """Read a recipe from a YAML file, a name that `moesaic recipes list` shows, or plain values.
+
+    Args:
+        source: where it is.
+        settings: `a.b.c=value` texts that win over it.
+
+    Raises:
+        MoesaicError: the file, a key or a value is wrong.
+    """
+    if not isinstance(source, Mapping) and not Path(source).exists():
+        name = str(source)
+        if name in {recipe.name for recipe in shipped_recipes()}:
+            return load_recipe(TrainRecipe, parse_yaml(read_recipe(name), name), settings)
+    return load_recipe(TrainRecipe, source, settings)
+
+
+def scratch_config(model: ScratchModel) -> dict[str, Any]:
+    """The content of config.json: the family's fields, and those of our MoE architecture where `moe` is given."""
+    if model.moe is None:
+        return {**model.config, "model_type": model.family}
+    depth = model.config.get("num_hidden_layers")
+    if not isinstance(depth, int):
+        raise MoesaicError("model.config.num_hidden_layers is missing: MoE layers are chosen by their number")
+    return {
+        **model.config,
+        **class_names(model.family),
+        "num_experts": model.moe.experts,
+        "num_experts_per_tok": model.moe.top_k,
+        "moe_intermediate_size": model.moe.intermediate_size,
+        "num_shared_experts": model.moe.shared_experts,
+        "moe_layers": list(parse_layers(model.moe.layers, depth)),
+        "routing_rule": model.moe.routing,
+        "routing_weighting": model.moe.weighting,
+        "expert_groups": _groups(model.moe),
+        "group_score": "max",
+        "expert_mlp_bias": bool(model.config.get("mlp_bias", False)),
+    }
+
+
+def _groups(moe: MoEShape) -> list[int] | None:
+    """Group of each expert: consecutive experts, equally many in each."""
+    if moe.groups is None:
+        return None
+    return [expert // (moe.experts // moe.groups) for expert in range(moe.experts)]

@@ -1,14 +1,13 @@
 """The end of a run: OUT becomes a plain checkpoint, beside its metrics, recipe and run state."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from moesaic.checkpoint.layout import OutputTensor, plan_files
@@ -18,17 +17,19 @@ from moesaic.checkpoint.provenance import copy_side_files, read_provenance, sour
 from moesaic.checkpoint.reader import DTYPE_CODES
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter
-from moesaic.common.recipe import recipe_values
+from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.families.counting import count_shapes
+from moesaic.families.family import our_base
+from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
-from moesaic.training.card import model_card
 from moesaic.training.folder import remove
-from moesaic.training.model import TrainedModel
-from moesaic.training.recipe import Precision, TrainRecipe
-from moesaic.training.validate import DomainLoss
+from moesaic.training.recipe import TrainRecipe
+from moesaic.training.start import DTYPES, Trainable
 
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+if TYPE_CHECKING:
+    from moesaic.training.session import Session
+
 LAST_FILE = "config.json"  # without it a folder isn't a checkpoint
 
 
@@ -72,34 +73,22 @@ class TrainResult:
         return rows
 
 
-def write_result(
-    recipe: TrainRecipe,
-    out: Path,
-    *,
-    trained: TrainedModel,
-    tensors: Mapping[str, Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-    steps: int,
-    validation: Mapping[str, DomainLoss],
-    expansions: Sequence[Mapping[str, Any]] = (),
-) -> None:
+def write_result(run: "Session", tensors: Mapping[str, Tensor]) -> None:
     """Write the checkpoint into OUT: aside first, then moved, config.json last; the old one's config.json goes first.
 
     Raises: `MoesaicError` for a full disk; what OUT had is then as it was.
     """
-    aside = out / "state" / "result.tmp"
+    recipe, trainable = run.recipe, run.trainable
+    aside = run.out / "state" / "result.tmp"
     shutil.rmtree(aside, ignore_errors=True)
     with explained(aside):
         aside.mkdir()
-    on_disk = revert_weight_conversion(trained.model, dict(tensors))
-    digest = _write_weights(on_disk, aside)
-    shapes = {name: tuple(tensor.shape) for name, tensor in on_disk.items()}
-    parameters = count_shapes(shapes, trained.config.get_text_config().to_dict())
-    _write_config(recipe, trained, aside)
-    sources = _write_side_files(recipe, trained, tokenizer, aside)
-    card = model_card(recipe, parameters=parameters, steps=steps, validation=validation)
+    on_disk = revert_weight_conversion(trainable.model, dict(tensors))
+    digest = write_weights(on_disk, aside)
+    _write_config(trainable, aside)
+    sources = _write_side_files(run, aside)
     with explained(aside):
-        (aside / "README.md").write_text(card, encoding="utf-8")
+        (aside / "README.md").write_text(_card(run, on_disk), encoding="utf-8")
     write_provenance(
         aside,
         verb="train",
@@ -108,18 +97,18 @@ def write_result(
         sources=sources,
         weights_hash=digest,
         extra={
-            "steps": steps,
-            "tokens": steps * recipe.batch.tokens,
-            "routing": routing_record(trained),
-            **_experts(recipe, expansions),
+            "steps": run.step,
+            "tokens": run.tokens,
+            "routing": routing_record(trainable),
+            **_experts(recipe, run.expansions),
         },
     )
-    _move(aside, out)
+    _move(aside, run.out)
 
 
-def routing_record(trained: TrainedModel) -> dict[str, Any] | None:
+def routing_record(trainable: Trainable) -> dict[str, Any] | None:
     """What `load` reinstalls; nothing where the routers are as the checkpoint makes them."""
-    installation = trained.installation
+    installation = trainable.installation
     if installation is None or (installation.config.rule is None and installation.selection_bias is None):
         return None
     return installation.to_record()
@@ -149,34 +138,39 @@ def _source_record(recipe: TrainRecipe) -> dict[str, Any]:
     return record or {}
 
 
-def _write_weights(tensors: Mapping[str, Tensor], folder: Path) -> str:
+def write_weights(tensors: Mapping[str, Tensor], folder: Path, values: Callable[[str], Tensor] | None = None) -> str:
+    """Write tensors as a checkpoint's files; return the hash of all of them.
+
+    `values` gives a tensor's numbers by its name when it is written, where `tensors` only have its type and shape.
+    """
     layout = plan_files(
         OutputTensor(name=name, dtype=DTYPE_CODES[tensor.dtype], shape=tuple(tensor.shape))
         for name, tensor in tensors.items()
     )
     require_disk(folder, layout.nbytes)
     with CheckpointWriter(folder, layout) as writer:
-        for name, tensor in tensors.items():
-            writer.write(name, tensor.contiguous())
+        for name in tensors:
+            writer.write(name, (values or tensors.__getitem__)(name).contiguous())
         return writer.finish().weights_hash
 
 
-def _write_config(recipe: TrainRecipe, trained: TrainedModel, folder: Path) -> None:
-    trained.config.dtype = DTYPES[recipe.precision]
-    trained.config.architectures = [type(trained.model).__name__.removeprefix("FSDP")]
-    ours = trained.config.model_type.startswith("moesaic_")
+def _write_config(trainable: Trainable, folder: Path) -> None:
+    config = trainable.config
+    config.dtype = DTYPES[trainable.recipe.precision]
+    config.architectures = [type(trainable.model).__name__.removeprefix("FSDP")]
+    ours = our_base(config.model_type) is not None
     if ours:
-        for key, value in _inference_rule(trained).items():
-            setattr(trained.config, key, value)
+        for key, value in _inference_rule(trainable).items():
+            setattr(config, key, value)
     with explained(folder):
-        trained.config.save_pretrained(folder)
+        config.save_pretrained(folder)
         if ours:
             shutil.copyfile(modeling_file(), folder / modeling_file().name)
 
 
-def _inference_rule(trained: TrainedModel) -> dict[str, Any]:
+def _inference_rule(trainable: Trainable) -> dict[str, Any]:
     """What config.json of our architecture says, so that engines without moesaic.json route as the run trained."""
-    rule = None if trained.installation is None else trained.installation.config
+    rule = None if trainable.installation is None else trainable.installation.config
     if rule is None or rule.rule not in ROUTING_RULES:
         return {}
     if rule.rule == "topk":
@@ -185,11 +179,10 @@ def _inference_rule(trained: TrainedModel) -> dict[str, Any]:
     return {"routing_rule": rule.rule} | {key: value for key, value in given.items() if value is not None}
 
 
-def _write_side_files(
-    recipe: TrainRecipe, trained: TrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> list[dict[str, Any]]:
+def _write_side_files(run: "Session", folder: Path) -> list[dict[str, Any]]:
     """Copy what comes along from the source, write the tokenizer where it is another; return the sources' records."""
-    records = []
+    recipe, records = run.recipe, []
+    generation = GenerationConfig.from_model_config(run.trainable.config)
     if isinstance(recipe.model, str):
         checkpoint = open_checkpoint(recipe.model)
         record = read_provenance(checkpoint.path) or {}
@@ -197,19 +190,13 @@ def _write_side_files(
         if recipe.tokenizer is None:
             copy_side_files(checkpoint, folder)
             return records
+        if (checkpoint.path / "generation_config.json").exists():
+            # Not the model's own, which a resumed or grown one may not have from there.
+            generation = GenerationConfig.from_pretrained(checkpoint.path)
     with explained(folder):
-        tokenizer.save_pretrained(folder)
-        _generation_config(recipe, trained).save_pretrained(folder)
+        run.tokenizer.save_pretrained(folder)
+        generation.save_pretrained(folder)
     return records
-
-
-def _generation_config(recipe: TrainRecipe, trained: TrainedModel) -> GenerationConfig:
-    """The source's where it has one; not the model's, which a resumed or grown one may not have from there."""
-    if isinstance(recipe.model, str):
-        folder = open_checkpoint(recipe.model).path
-        if (folder / "generation_config.json").exists():
-            return GenerationConfig.from_pretrained(folder)
-    return GenerationConfig.from_model_config(trained.config)
 
 
 def _move(aside: Path, out: Path) -> None:
@@ -229,3 +216,37 @@ def _move(aside: Path, out: Path) -> None:
                 sync_path(out)  # everything is in place before config.json says that it is
         sync_path(out)
         aside.rmdir()
+
+
+def _card(run: "Session", tensors: Mapping[str, Tensor]) -> str:
+    """README.md with the hub's metadata: what was trained, on what, how, and the held-out losses."""
+    recipe = run.recipe
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    parameters = count_shapes(shapes, run.trainable.config.get_text_config().to_dict())
+    source = recipe.model if isinstance(recipe.model, str) else f"{recipe.model.family}, from random weights"
+    experts = ""
+    if parameters.moe_layers:
+        experts = f"; {parameters.top_k} of {parameters.num_experts} experts in {parameters.moe_layers} layers"
+    tags = ["- moe", "- mixture-of-experts"] if parameters.moe_layers else []
+    lines = [
+        *("---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", *tags, "- moesaic", "---", ""),
+        f"# Trained from {source}",
+        "",
+        f"- {parameters.total:,} parameters, {parameters.active:,} active per token{experts}",
+        f"- {run.step:,} steps of {recipe.batch.tokens:,} tokens, sequences of {recipe.data.sequence_length:,}",
+        f"- routing during training: {recipe.routing.rule or 'as at inference'}",
+        "",
+    ]
+    if run.validation:
+        lines += ["| held-out | loss (nats per token) | standard error | documents |", "|---|---|---|---|"]
+        lines += [
+            f"| {domain} | {measured.loss:.4f} | {_error(measured)} | {measured.documents:,} |"
+            for domain, measured in run.validation.items()
+        ]
+        lines.append("")
+    lines += ["Recipe:", "", "```yaml", dump_recipe(recipe).rstrip(), "```", ""]
+    return "\n".join(lines)
+
+
+def _error(measured: DomainLoss) -> str:
+    return "" if measured.standard_error is None else f"{measured.standard_error:.4f}"

@@ -12,7 +12,7 @@ numbers are functions of the recipe's seed and the step, so the step is all of t
 import json
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,14 +26,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from transformers import PreTrainedConfig
 
 from moesaic.checkpoint.pio import explained, sync_path
 from moesaic.checkpoint.source import load_json
 from moesaic.common.errors import MoesaicError
+from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.training.folder import RUN_FILE, UNFINISHED, list_states
+from moesaic.training.optimizer import MOMENTS, kept_in_fp32
 from moesaic.training.parallel import World
-from moesaic.training.validate import DomainLoss
+from moesaic.training.start import Trainable
 
 _FILE_BYTES = 64 << 20
 
@@ -87,19 +88,12 @@ def read_run(state: Path) -> RunState:
         raise MoesaicError(f"{state / RUN_FILE}: written by another version of moesaic: {error}") from error
 
 
-def save_state(
-    folder: Path,
-    run: RunState,
-    *,
-    weights: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor],
-    config: PreTrainedConfig,
-    world: World,
-) -> Path:
+def save_state(folder: Path, run: RunState, trainable: Trainable) -> None:
     """Write one state aside, sync it and rename it; all ranks call this with their shards.
 
     Raises: `MoesaicError` for a full disk and other failures of the disk. The states before stay as they are.
     """
+    world = trainable.world
     final = folder / run.name
     aside = final.with_name(final.name + UNFINISHED)
     with explained(final):
@@ -107,31 +101,18 @@ def save_state(
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
         world.barrier()
-        _write(weights, aside / "model", world)
-        _write(optimizer, aside / "optimizer", world)
+        _write(weights_of(trainable), aside / "model", world)
+        _write(optimizer_tensors_of(trainable), aside / "optimizer", world)
         world.barrier()
         if world.is_main:
-            config.save_pretrained(aside / "model")
+            trainable.config.save_pretrained(aside / "model")
             (aside / RUN_FILE).write_text(json.dumps(asdict(run), indent=2), encoding="utf-8")
-            for path in (
-                aside / "model" / "config.json",
-                aside / RUN_FILE,
-                aside / "model",
-                aside / "optimizer",
-                aside,
-            ):
-                sync_path(path)
+            for name in ("model/config.json", RUN_FILE, "model", "optimizer", "."):
+                sync_path(aside / name)
             shutil.rmtree(final, ignore_errors=True)
             aside.rename(final)
             sync_path(folder)
         world.barrier()
-    return final
-
-
-def load_state(state: Path, *, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], world: World) -> None:
-    """Read a state into tensors that are there already, each rank its shards."""
-    read_tensors(weights, state / "model", world)
-    read_tensors(optimizer, state / "optimizer", world)
 
 
 def prune_states(folder: Path, keep: int) -> None:
@@ -209,3 +190,71 @@ def _one_process_is_meant() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+# --- the tensors of a run ---------------------------------------------------------------------------------------------
+
+
+def weights_of(trainable: Trainable) -> dict[str, Tensor]:
+    """fp32 weights (frozen ones as the model has them) and persistent buffers, by name."""
+    return {**trainable.masters.parameters, **trainable.buffers()}
+
+
+def gather(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype, *, keep: bool, uncast: Container[str] = ()
+) -> dict[str, Tensor]:
+    """Whole tensors on the CPU, where `keep`; every rank has to call this.
+
+    In `dtype`, but for integers and the names in `uncast`, which stay as they are.
+    """
+    gathered = {}
+    for name, tensor in tensors.items():
+        detached = tensor.detach()
+        cast = detached.to(dtype) if tensor.is_floating_point() and name not in uncast else detached
+        entire = whole(cast)
+        if keep:
+            gathered[name] = entire.cpu()
+    return gathered
+
+
+def result_of(trainable: Trainable, dtype: torch.dtype, *, keep: bool) -> dict[str, Tensor]:
+    """The weights as the run computed with them, whole, where `keep`; every rank has to call this.
+
+    Parameters are in `dtype`. Buffers, such as a family's selection bias, are never cast in training, and not here.
+    """
+    uncast = {*trainable.buffers(), *kept_in_fp32(trainable.model)}
+    return gather(weights_of(trainable), dtype, keep=keep, uncast=uncast)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor on every rank, which all call this; without gradient."""
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def optimizer_tensors_of(trainable: Trainable) -> dict[str, Tensor]:
+    """Moments by parameter name, and the selection bias of loss-free balancing."""
+    state = trainable.optimizer.state
+    tensors = {
+        f"{moment}.{name}": state[parameter][moment]
+        for name, parameter in trainable.masters.trainable.items()
+        for moment in MOMENTS
+    }
+    installation = trainable.installation
+    if installation is not None and installation.selection_bias is not None:
+        tensors["selection_bias"] = installation.selection_bias
+    return tensors
+
+
+def restore(trainable: Trainable, state: Path, updates: int) -> None:
+    """Put a state that was saved in the place of what is there; `updates` are those that its moments are made of."""
+    read_tensors(weights_of(trainable), state / "model", trainable.world)
+    read_tensors(optimizer_tensors_of(trainable), state / "optimizer", trainable.world)
+    set_updates(trainable, updates)
+    trainable.masters.publish()
+
+
+def set_updates(trainable: Trainable, updates: int) -> None:
+    """Say how many updates the moments are made of, which AdamW corrects them for."""
+    for moments in trainable.optimizer.state.values():
+        moments["step"].fill_(updates)

@@ -1,34 +1,24 @@
-"""One optimizer step: micro-steps, the losses of a batch as means over all of its tokens, clipping, the update."""
+"""One optimizer step: micro-steps, losses as means over all tokens of the batch, clipping, update. Held-out losses."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from moesaic.data.batch import PackedBatch
-from moesaic.routing.balancing import balanced_bias
-from moesaic.routing.cross_entropy import IGNORED, token_losses
-from moesaic.routing.draws import fold_key
+from moesaic.common.seeds import fold_key
+from moesaic.data.dataset import ValidationSet
+from moesaic.data.packing import PackedBatch
+from moesaic.modeling.cross_entropy import IGNORED, DomainLoss, ratio_with_error, token_losses
 from moesaic.routing.install import routing_context
-from moesaic.routing.losses import Load, balance_loss, measure_load, reduce_load, router_z_loss
-from moesaic.routing.types import RoutingContext, RoutingDecision
-from moesaic.training.model import TrainedModel
+from moesaic.routing.losses import Load, balance_loss, balanced_bias, measure_load, reduce_load, router_z_loss
+from moesaic.routing.pools import RoutingContext
+from moesaic.routing.rules import RoutingDecision
 from moesaic.training.optimizer import gradient_norm, scale_gradients, set_learning_rate
-from moesaic.training.parallel import World
-from moesaic.training.recipe import TrainRecipe
-from moesaic.training.weights import MasterWeights
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trainable:
-    """What a step reads and moves."""
-
-    recipe: TrainRecipe
-    world: World
-    model: TrainedModel
-    masters: MasterWeights
-    optimizer: torch.optim.AdamW
+from moesaic.training.parallel import reshard
+from moesaic.training.start import Trainable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +75,7 @@ def run_step(
     """
     world = trainable.world
     state = _begin(trainable, batches, step, num_domains)
-    torch.manual_seed(fold_key(trainable.recipe.seed, step, world.rank) >> 1)  # dropout, in models that have it
+    seed_dropout(trainable, step)
     for batch in batches:
         _micro_step(trainable, batch.to(world.device), state)
     result = _finish(trainable, state)
@@ -112,6 +102,21 @@ def _begin(trainable: Trainable, batches: list[PackedBatch], step: int, num_doma
     )
 
 
+def seed_dropout(trainable: Trainable, step: int) -> None:
+    """Let a step draw the same, in models that have dropout, whatever came before it."""
+    torch.manual_seed(fold_key(trainable.recipe.seed, step, trainable.world.rank) >> 1)
+
+
+def batch_losses(model: PreTrainedModel, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the model on a batch; return -log p, log-partition (see `token_losses`) and label of each token."""
+    output = model(input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False)
+    # The labels move and not the logits: a slice of those would be a copy of the largest tensor of a step.
+    labels_BS = torch.full_like(batch.labels_BS, IGNORED)
+    labels_BS[:, :-1] = batch.labels_BS[:, 1:]
+    labels_T = labels_BS.flatten()
+    return *token_losses(output.logits.flatten(0, 1), labels_T), labels_T
+
+
 def context_of(trainable: Trainable, batch: PackedBatch, step: int) -> RoutingContext:
     """What the routers of a step know about a batch: its documents, and where the random draws start."""
     return RoutingContext.from_packed(
@@ -125,7 +130,7 @@ def context_of(trainable: Trainable, batch: PackedBatch, step: int) -> RoutingCo
 
 def _micro_step(trainable: Trainable, batch: PackedBatch, state: _Step) -> None:
     """Add one micro-batch to the gradients and to the sums."""
-    installation, ranks = trainable.model.installation, trainable.world.size
+    installation, ranks = trainable.installation, trainable.world.size
     if installation is None:
         (_language_loss(trainable, batch, state) * ranks).backward()
         return
@@ -140,9 +145,7 @@ def _micro_step(trainable: Trainable, batch: PackedBatch, state: _Step) -> None:
 
 def _language_loss(trainable: Trainable, batch: PackedBatch, state: _Step) -> Tensor:
     """This micro-batch's part of the mean cross-entropy and of the LM z-loss."""
-    output = trainable.model.model(input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False)
-    labels_T = shifted_labels(batch)
-    losses_T, partition_T = token_losses(output.logits.flatten(0, 1), labels_T)
+    losses_T, partition_T, labels_T = batch_losses(trainable.model, batch)
     domains_T = batch.domain_ids_BS.flatten().clamp_min(0)
     state.losses_D.index_add_(0, domains_T, losses_T.detach().double())
     state.targets_D.index_add_(0, domains_T, (labels_T != IGNORED).double())
@@ -153,16 +156,6 @@ def _language_loss(trainable: Trainable, batch: PackedBatch, state: _Step) -> Te
         state.terms[2] += lm_z.detach()
         loss = loss + coefficient * lm_z
     return loss
-
-
-def shifted_labels(batch: PackedBatch) -> Tensor:
-    """The label that the logits of each token are compared with.
-
-    The labels move and not the logits: a slice of those would be a copy of the largest tensor of a step.
-    """
-    labels_BS = torch.full_like(batch.labels_BS, IGNORED)
-    labels_BS[:, :-1] = batch.labels_BS[:, 1:]
-    return labels_BS.flatten()
 
 
 def _routing_loss(
@@ -209,7 +202,7 @@ def _gradients(trainable: Trainable) -> list[Tensor]:
 
 def _update(trainable: Trainable, result: StepResult, rate: float) -> None:
     """Clip, move the selection bias by the load of this step, then the weights."""
-    recipe, installation = trainable.recipe, trainable.model.installation
+    recipe, installation = trainable.recipe, trainable.installation
     clip, balancing = recipe.optimizer.clip, recipe.losses.bias_balancing
     if clip is not None and result.gradient_norm > clip:
         scale_gradients(_gradients(trainable), clip / result.gradient_norm)
@@ -221,3 +214,42 @@ def _update(trainable: Trainable, result: StepResult, rate: float) -> None:
     set_learning_rate(trainable.optimizer, rate)
     trainable.optimizer.step()
     trainable.masters.publish()
+
+
+# --- held-out sets ----------------------------------------------------------------------------------------------------
+
+
+def validate(trainable: Trainable, sets: Sequence[ValidationSet]) -> dict[str, DomainLoss]:
+    """Run every held-out set through the model in evaluation mode: routing as at inference, without pools."""
+    found = document_losses(trainable, sets)
+    return {domain: ratio_with_error(losses_N, tokens_N) for domain, (losses_N, tokens_N) in found.items()}
+
+
+def document_losses(trainable: Trainable, sets: Sequence[ValidationSet]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The same, as total loss and number of predicted tokens of each document (float64, on the CPU), by domain."""
+    model = trainable.model
+    model.eval()
+    try:
+        return {held_out.domain: _run(trainable, held_out) for held_out in sets}
+    finally:
+        model.train()
+        reshard(model)
+
+
+@torch.no_grad()
+def _run(trainable: Trainable, held_out: ValidationSet) -> tuple[Tensor, Tensor]:
+    world = trainable.world
+    sums_2N = torch.zeros(2, held_out.num_documents, dtype=torch.float64, device=world.device)
+    batches = held_out.batches(trainable.recipe.batch.micro_sequences, rank=world.rank, world_size=world.size)
+    for batch in batches:
+        add_losses(trainable.model, batch.to(world.device), sums_2N)
+    losses_N, tokens_N = world.sum(sums_2N).cpu()
+    return losses_N, tokens_N
+
+
+def add_losses(model: PreTrainedModel, batch: PackedBatch, sums_2N: Tensor) -> None:
+    """Add the total loss and the number of predicted tokens of each of the N documents of a held-out batch."""
+    losses_T, _, labels_T = batch_losses(model, batch)
+    documents_T = batch.document_ids_BS.flatten().clamp_min(0)  # padding adds 0 to the first
+    sums_2N[0].index_add_(0, documents_T, losses_T.double())
+    sums_2N[1].index_add_(0, documents_T, (labels_T != IGNORED).double())

@@ -1,32 +1,21 @@
-"""What a method is: a record of choices and one or two pure functions. Importing it imports no torch."""
+"""What a method is: a record of choices and one pure function. Importing it imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Generic
 
+from moesaic.families.experts import ExpertWeights, T
 from moesaic.upcycling.recipe import DropIndices, RouterInit, RoutingRule
 
 if TYPE_CHECKING:
     import torch
 
-    from moesaic.upcycling.experts import ExpertWeights
-
-BASE = 0
-"""Index of the base among the sources of a layer; specialist i is source i + 1."""
-
-
-class Shard(NamedTuple):
-    """Shard `number` of the dense FFN of source `source` (`BASE`, or 1 + the specialist's number)."""
-
-    source: int
-    number: int
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSpec:
-    """What the functions of a method may depend on, besides the weights and the generator."""
+    """What the experts of a method may depend on, besides the weights and the generators."""
 
     hidden: int
     """D."""
@@ -42,25 +31,31 @@ class ExpertSpec:
     drop_indices: DropIndices
 
 
-class LayerSources(Protocol):
-    """The dense FFNs of one layer, cut on demand: a method reads only the shards that it asks for."""
+@dataclass(frozen=True, kw_only=True)
+class DenseLayer(Generic[T]):
+    """One layer's dense FFNs, in memory or as expressions, and what a method may depend on besides.
+
+    The numbers are as wide as both the stored ones and the result's need.
+    """
+
+    base: ExpertWeights[T]
+    specialists: tuple[ExpertWeights[T], ...]
+    """N of them; empty where the experts come from the base."""
+    experts: int
+    """E."""
+    spec: ExpertSpec
+    draw: Callable[[int], torch.Generator]
+    """Expert -> a new generator of its own, seeded by (seed, method, layer, expert)."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The precision that experts are made in: at least as wide as the sources' and the result's."""
-        ...
-
-    def shard(self, shard: Shard) -> ExpertWeights:
-        """The shard in `dtype`, in memory of its own: the method may change it in place."""
-        ...
-
-
-MakeExpert = Callable[[int, "LayerSources", ExpertSpec, "torch.Generator"], "ExpertWeights"]
+    def shards(self) -> int:
+        """M."""
+        return self.spec.shards
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One way to make experts from dense FFNs. Exactly one of `copies` and `make` is given."""
+    """One way to make experts from dense FFNs."""
 
     name: str
     description: str
@@ -85,17 +80,6 @@ class Method:
     """Whether experts are unchanged shards, so that a statement about the result can hold at all."""
     settings: tuple[str, ...] = ()
     """Keys of the recipe that only this method uses; with the others they are refused."""
-    copies: Callable[[int, int], Shard] | None = None
-    """(expert, M) -> the shard that the expert is an exact copy of."""
-    make: MakeExpert | None = None
-    """(expert, sources, spec, generator) -> the expert, before scaling, where it is not a plain copy."""
-
-
-def build_expert(
-    method: Method, expert: int, sources: LayerSources, spec: ExpertSpec, generator: torch.Generator
-) -> ExpertWeights:
-    """Expert `expert` of one layer, before scaling. Pure: the generator is seeded by (seed, method, layer, expert)."""
-    if method.copies is not None:
-        return sources.shard(method.copies(expert, spec.shards))
-    assert method.make is not None, method.name
-    return method.make(expert, sources, spec, generator)
+    experts: Callable[[DenseLayer], list[ExpertWeights]]
+    """The E experts of a layer, before scaling: the method's equations. Pure, but for the generators that it asks for;
+    what it computes (and does not only cut) it computes in `ExpertWeights.made`."""

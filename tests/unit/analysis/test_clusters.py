@@ -12,22 +12,26 @@ from sklearn.decomposition import PCA
 from sklearn.metrics import silhouette_samples
 
 from moesaic.analysis import clusters as clustering
-from moesaic.analysis import kmeans
-from moesaic.analysis.capture import Capture
+from moesaic.analysis.capture import Capture, create_tokens
 from moesaic.analysis.clusters import (
     TokenClusters,
+    assign,
     cluster_tokens,
     concentration,
+    covariance,
     document_table,
+    gather,
     mutual_information,
+    principal_components,
     purity,
+    seed_centres,
     silhouette,
+    spherical_kmeans,
     string_counts,
+    unit,
+    write_unit_rows,
 )
-from moesaic.analysis.components import covariance, principal_components, unit, write_unit_rows
 from moesaic.analysis.describe import describe_first_token
-from moesaic.analysis.kmeans import assign, gather, seed_centres, spherical_kmeans
-from moesaic.analysis.token_file import create_tokens
 from tests.tiny_texts import made_up_sample
 
 
@@ -103,7 +107,7 @@ def test_lloyd_goes_where_scikit_learn_goes_from_the_same_start(tmp_path):
     k_means: Any = KMeans  # its types say that an array is no init
     reference = k_means(4, init=start, n_init=1, max_iter=100).fit(rows)
     with rows_file(tmp_path, rows) as file:
-        centres, _ = kmeans._improve_on_file(file, start)
+        centres, _ = clustering._improve_on_file(file, start)
     cluster, _ = assign(rows, centres)
     assert (cluster == reference.labels_).all()
     assert centres == pytest.approx(unit(reference.cluster_centers_), abs=1e-5)
@@ -111,8 +115,8 @@ def test_lloyd_goes_where_scikit_learn_goes_from_the_same_start(tmp_path):
 
 def test_blocks_and_sample_do_not_change_what_is_found(tmp_path, monkeypatch):
     rows, group = directions(500, 4, 6, noise=0.1)
-    monkeypatch.setattr(kmeans, "_BLOCK_BYTES", 4 * 6 * 37)
-    monkeypatch.setattr(kmeans, "SAMPLE_ROWS", 100)
+    monkeypatch.setattr(clustering, "_BLOCK_BYTES", 4 * 6 * 37)
+    monkeypatch.setattr(clustering, "SAMPLE_ROWS", 100)
     with rows_file(tmp_path, rows) as file:
         found = spherical_kmeans(file, 4, seed=0)
         again = spherical_kmeans(file, 4, seed=0)

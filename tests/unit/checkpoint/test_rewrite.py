@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from moesaic.checkpoint.layout import OutputTensor
 from moesaic.checkpoint.pieces import ComputedTensor, Work, concatenated, gap, slot_tensor, whole
-from moesaic.checkpoint.provenance import fingerprint, read_provenance
-from moesaic.checkpoint.rewrite import Rewrite, original_experts, rewrite
+from moesaic.checkpoint.provenance import fingerprint, original_experts, read_provenance
+from moesaic.checkpoint.rewrite import Rewrite, rewrite
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
 from tests.tiny_files import checkpoint_folder

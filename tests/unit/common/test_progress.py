@@ -146,7 +146,7 @@ def test_duration_rounds_before_it_splits():
 
 
 def test_training_shows_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys):
-    from moesaic.training.report import Console
+    from moesaic.training.metrics import Console
 
     timing = {"seconds": 1.0, "tokens_per_second": 4096.0, "flops_per_second": 2e9}
     lines = [{"step": step, "loss": 5.0 - step, "grad_norm": 0.5, "lr": 1e-3, "timing": timing} for step in (1, 2)]
@@ -165,8 +165,8 @@ def test_training_shows_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, cap
         yield lambda done, text: shown.append((label, total, done, text))
         closed.append(label)
 
-    monkeypatch.setattr("moesaic.training.report.on_terminal", lambda: True)
-    monkeypatch.setattr("moesaic.training.report.bar", bar)
+    monkeypatch.setattr("moesaic.training.metrics.on_terminal", lambda: True)
+    monkeypatch.setattr("moesaic.training.metrics.bar", bar)
     console = Console(steps=2, first=0, quiet=False)
     for line in lines:
         console.step(line)

@@ -10,8 +10,8 @@ import pytest
 
 from moesaic.cli.app import run
 from moesaic.common.errors import MoesaicError
-from moesaic.comparison.comparing import Comparison, compare
-from moesaic.expansion.measures import Interval, gap_closure
+from moesaic.common.intervals import Interval, gap_closure
+from moesaic.comparison.compare import Comparison, compare
 from tests.unit.comparison.runs import average, results, task, training
 
 T_2 = 4.302652729911275  # 97.5% quantile of Student's t with two degrees of freedom

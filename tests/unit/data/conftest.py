@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from moesaic.data.cache import Document, write_cache
-from moesaic.data.prepare import PreparedData
 from moesaic.data.recipe import DataRecipe, SourceRecipe
+from moesaic.data.tokenise import PreparedData
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from moesaic.common.errors import MoesaicError
-from moesaic.data.batch import PackedBatch
 from moesaic.data.cache import open_cache
 from moesaic.data.dataset import PackedDataset
+from moesaic.data.packing import PackedBatch
 
 LENGTHS = [[5, 9, 1, 30, 4, 12], [3, 3, 8, 2, 41]]
 TENSORS = [field.name for field in dataclasses.fields(PackedBatch) if field.name.endswith("_BS")]

@@ -4,10 +4,9 @@ from types import SimpleNamespace
 import pytest
 
 from moesaic.common.errors import MoesaicError
-from moesaic.data.encode import Encoder
-from moesaic.data.hub import HubData, resolve_hub
+from moesaic.data.files import HubData, resolve_hub
 from moesaic.data.recipe import SourceRecipe
-from moesaic.data.tokenise import tokenise
+from moesaic.data.tokenise import Encoder, tokenise
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

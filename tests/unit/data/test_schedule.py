@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesaic.data.schedule import Schedule, integer_shares
+from moesaic.data.mixing import Schedule, integer_shares
 
 
 @settings(deadline=None, max_examples=60)

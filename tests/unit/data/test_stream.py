@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from moesaic.data.stream import DocumentStream
+from moesaic.data.mixing import DocumentStream
 
 
 def tokens(stream: DocumentStream, start: int, stop: int) -> list[int]:

@@ -15,10 +15,8 @@ import pytest
 from moesaic.common.errors import MoesaicError
 from moesaic.data import tokenise as module
 from moesaic.data.cache import Document, cache_root, open_cache, write_cache
-from moesaic.data.encode import Encoder
-from moesaic.data.prepare import prepare
 from moesaic.data.recipe import DataRecipe, SourceRecipe
-from moesaic.data.tokenise import tokenise
+from moesaic.data.tokenise import Encoder, prepare, tokenise
 
 TEXTS = [f"The quick brown fox {index} jumps" + " over" * (index % 40) for index in range(500)]
 
@@ -282,7 +280,7 @@ def test_memory_does_not_grow_with_the_corpus(tokenizer, tmp_path):
             from pathlib import Path
             from transformers import AutoTokenizer
             from moesaic.data import tokenise as module
-            from moesaic.data.encode import Encoder
+            from moesaic.data.tokenise import Encoder
             from moesaic.data.recipe import SourceRecipe
 
             module.BATCH_CHARACTERS = 100_000

@@ -4,8 +4,8 @@ import torch
 
 from moesaic.common.errors import MoesaicError
 from moesaic.data.cache import open_cache
-from moesaic.data.prepare import refuse_untrainable
-from moesaic.data.validation import validation_sets
+from moesaic.data.dataset import validation_sets
+from moesaic.data.tokenise import refuse_untrainable
 
 LENGTHS = [[5, 9, 1, 30, 4, 8, 8, 12], [3, 2, 50]]
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from moesaic.expansion.operators import EXPERT_OPERATORS, MATRICES, ROUTER_OPERATORS, RouterRows
-from moesaic.upcycling.experts import ExpertWeights
+from moesaic.families.experts import ExpertWeights
 
 D, I, E = 12, 20, 5  # noqa: E741
 

@@ -10,10 +10,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
-from moesaic.families.config_values import ACTIVATIONS, ROPE_NEEDS
+from moesaic.families.config_values import ACTIVATIONS, ROPE_NEEDS, text_config
 from moesaic.families.dense import detect
-from moesaic.families.dense_shapes import text_config
-from moesaic.planning import plan
+from moesaic.planning.run import plan
 from tests.tiny_models import save_tiny, tiny_moe_model
 
 

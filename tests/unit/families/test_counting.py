@@ -95,7 +95,7 @@ def expected_routed(model):
 @pytest.mark.parametrize("family", NATIVE_MOES)
 def test_native_moe_count_from_stored_tensors(family, original_format, tmp_path):
     from moesaic.checkpoint.source import open_checkpoint
-    from moesaic.planning.checkpoints import language_config
+    from moesaic.families.costs import language_config
 
     model = make(family, **NATIVE_MOES[family])
     model.save_pretrained(tmp_path, save_original_format=original_format)

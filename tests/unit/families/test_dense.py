@@ -31,7 +31,7 @@ def edit_config(folder: Path, **changes):
 
 
 def rows(part):
-    return read_tensor(part.info, part.start, part.stop)
+    return part.read()
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -52,9 +52,9 @@ def test_every_tensor_of_every_base_is_found(tmp_path, base, tied):
             gate, up = stored[f"{layer}gate_up_proj.weight"].chunk(2)
         else:
             gate, up = stored[f"{layer}gate_proj.weight"], stored[f"{layer}up_proj.weight"]
-        assert torch.equal(rows(ffn.gate), gate)
-        assert torch.equal(rows(ffn.up), up)
-        assert torch.equal(rows(ffn.down), stored[f"{layer}down_proj.weight"])
+        assert torch.equal(rows(ffn.gate_ID), gate)
+        assert torch.equal(rows(ffn.up_ID), up)
+        assert torch.equal(rows(ffn.down_DI), stored[f"{layer}down_proj.weight"])
     ffn_names = {f"model.layers.{i}.mlp" for i in range(2)}
     outside = {n for n in stored if n.rsplit(".", 2)[0] not in ffn_names and not (tied and n == "lm_head.weight")}
     assert set(model.others) == outside
@@ -67,7 +67,7 @@ def test_ffn_biases(tmp_path, base):
     stored = load_file(tmp_path / "model.safetensors")
     assert model.ffn_bias
     ffn = model.ffns[1]
-    for name, part in (("gate", ffn.gate_bias), ("up", ffn.up_bias), ("down", ffn.down_bias)):
+    for name, part in (("gate", ffn.gate_bias_I), ("up", ffn.up_bias_I), ("down", ffn.down_bias_D)):
         assert torch.equal(rows(part), stored[f"model.layers.1.mlp.{name}_proj.bias"])
 
 

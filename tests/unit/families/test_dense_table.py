@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moesaic.families.dense_shapes import ffn_shapes, is_tied, other_shapes, text_config
-from moesaic.families.dense_table import FAMILIES
+from moesaic.families.config_values import text_config
+from moesaic.families.dense_table import FAMILIES, ffn_shapes, is_tied, other_shapes
 
 TINY = {
     "hidden_size": 64,

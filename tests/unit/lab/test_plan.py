@@ -6,22 +6,22 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from moesaic.cli.app import run
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.common.yaml_text import dump_yaml, parse_yaml
-from moesaic.lab.experiments import EXPERIMENTS
-from moesaic.lab.plan import Plan, Step, read_plan, write_plan
-from moesaic.lab.report import find
-from moesaic.lab.run import run_experiment
-from moesaic.lab.scale import SCALES, EmoVariant, load_scale
-from moesaic.lab.writing import steps_of
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.schedule import learning_rate
+from moesaic_lab.experiments import EXPERIMENTS
+from moesaic_lab.plan import Plan, Step, read_plan, write_plan
+from moesaic_lab.report import find
+from moesaic_lab.run import run_experiment
+from moesaic_lab.scale import SCALES, EmoVariant, load_scale
+from moesaic_lab.writing import dense_config
 
 CI = Path(__file__).with_name("ci.yaml")
-RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 
 @pytest.mark.parametrize("scale", [*SCALES, CI])
@@ -54,13 +54,53 @@ def test_matched_tokens_and_rates_before_and_after_an_expansion(shares, planned)
         return [learning_rate(step, steps, recipe.optimizer) for step in range(steps)]
 
     whole = rates("fixed-16-0")
-    assert len(whole) == steps_of(scale.expand.train)
+    assert len(whole) == scale.expand.train.steps
     for share in planned or shares:
         cut = rates(f"before-8-{share:g}-0") + rates(f"grown-8-{share:g}-exact-0")
         assert cut == pytest.approx(whole, rel=1e-12)
     found = {labels["share"] for step in plan.steps for labels in step.runs.values() if "share" in labels}
     assert found == set(planned or shares)
-    assert [notice.partition(" of ")[0] for notice in plan.notices] == (["shares: 0.02, 0.05"] if planned else [])
+    said = [notice.partition(" of ")[0] for notice in plan.notices if notice != scale.undecided]
+    assert said == (["shares: 0.02, 0.05"] if planned else [])
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_papers_scale_has_80_tokens_per_active_parameter(name):
+    active, tokens = EXPERIMENTS[name].size(load_scale("papers"))
+    assert tokens / active > 80
+    small, seen = EXPERIMENTS[name].size(load_scale("small"))
+    assert seen / small < 4
+
+
+def test_active_parameters_are_those_of_the_dense_model(tmp_path):
+    divmoe = load_scale("papers").divmoe
+    config = LlamaConfig(**dense_config(divmoe.model, divmoe.intermediate_size))
+    norms = (2 * divmoe.model.layers + 1) * divmoe.model.hidden_size
+    parameters = sum(parameter.numel() for parameter in LlamaForCausalLM(config).parameters())
+    assert divmoe.model.active_parameters(divmoe.intermediate_size) == parameters - norms
+
+
+def test_every_scale_lists_its_tokens_per_parameter_and_minutes(capsys):
+    assert run(["lab", "list", "--json"]) == 0
+    scales = json.loads(capsys.readouterr().out)["scales"]
+    assert list(scales) == list(SCALES)
+    for name, scale in scales.items():
+        assert list(scale["experiments"]) == list(EXPERIMENTS)
+        assert bool(scale["undecided"]) == (name != "papers")
+    minutes = sum(one["minutes"] for one in scales["papers"]["experiments"].values())
+    assert minutes < 2 * 10 * 60, "ten hours of two cores"
+
+
+@pytest.mark.parametrize("scale", [*SCALES, CI])
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_load_is_balanced_over_the_whole_batch(name, scale):
+    """One micro-step a batch, but for the variant that balances locally on purpose."""
+    for step in EXPERIMENTS[name].plan(load_scale(scale), None, 1).steps:
+        for file, text in step.files.items():
+            recipe = parse_yaml(text, file)
+            if "batch" in recipe and recipe["losses"]["balance"]:
+                local = recipe["losses"]["balance"]["scope"] == "local"
+                assert (load_recipe(TrainRecipe, recipe, name=file).micro_steps == 1) != local
 
 
 def test_an_expansion_right_after_a_warmup_of_whole_percents(tmp_path):
@@ -135,12 +175,8 @@ def test_more_seeds_go_into_the_same_folder(tmp_path):
 
 
 def test_variants_go_into_the_folder_of_the_run_without_them(tmp_path):
-    """The scale that the page of claims names is `small` and the variants."""
-    small, scale = load_scale("small"), load_scale(RESULTS / "small-with-variants.yaml")
-    variants = get_args(EmoVariant)
-    assert scale == dataclasses.replace(
-        small, description=scale.description, emo=dataclasses.replace(small.emo, variants=variants)
-    )
+    small, variants = load_scale("small"), get_args(EmoVariant)
+    scale = dataclasses.replace(small, emo=dataclasses.replace(small.emo, variants=variants))
     for each in (small, scale):
         write_plan(EXPERIMENTS["emo"].plan(each, None, 1), tmp_path)
     assert {f"{variant}-0" for variant in variants} <= {step.name for step in read_plan(tmp_path).steps}

@@ -2,7 +2,7 @@
 
 import re
 
-from moesaic.lab.plots import learning_curves, retention
+from moesaic_lab.plots import claims_picture, learning_curves, retention
 
 
 def _subset(model, share, losses, documents: int | None = 5, method="router"):
@@ -33,13 +33,13 @@ def test_the_loss_by_share_is_a_line_per_model():
         {"measure": "mass_kept", "model": "emo", "share": 0.25, "method": "router", "documents": 5, "value": 9.0},
     ]
     svg = retention(rows)
-    standard, emo = _lines(svg)
-    # x: 50 is none, 670 all experts; y: 50 is the highest loss (4.5), 250 the lowest (2.5), the mean over both seeds.
-    assert standard[1:] == ([(205.0, 50.0), (670.0, 250.0)], "standard: 25.0%: 4.500, 100.0%: 2.500")
-    assert emo[1] == [(205.0, 200.0), (360.0, 240.0), (670.0, 250.0)]
+    standard, emo = sorted(_lines(svg), key=lambda line: line[2], reverse=True)
+    # x: 50 is a quarter, 480 all experts; y: 50 is the highest loss (4.5), 310 the lowest (2.5), a mean over seeds.
+    assert standard[1:] == ([(50.0, 50.0), (480.0, 310.0)], "standard")
+    assert emo[1] == [(50.0, 245.0), (193.3, 297.0), (480.0, 310.0)]
     assert standard[0] != emo[0]
     assert ">100% of the experts</text>" in svg
-    assert ">standard</text>" in svg
+    assert ">standard 2.500</text>" in svg
 
 
 def test_there_is_no_plot_without_a_part():
@@ -47,11 +47,51 @@ def test_there_is_no_plot_without_a_part():
     assert retention(_subset("emo", 1.0, (2.0,))) == ""
 
 
-def test_learning_curves_leave_out_fine_tuning_and_escape_names():
-    points = [(0, 4.0), (50, 3.0), (100, 2.0)]
-    runs = [({"model": "<b>", "seed": 0}, points), ({"model": "emo", "stage": "tuned"}, points), ({}, points[:1])]
-    svg = learning_curves(runs)
-    assert [line[1] for line in _lines(svg)] == [[(50.0, 50.0), (360.0, 150.0), (670.0, 250.0)]]
-    assert "<b>" not in svg
-    assert ">100 tokens</text>" in svg
-    assert learning_curves(runs[1:]) == ""
+def test_learning_curves_have_a_mean_and_a_band_per_model_and_a_picture_per_stage():
+    first, second = [(0, 4.0), (50, 3.0), (100, 2.0)], [(0, 4.0), (50, 2.0), (100, 1.0)]
+    other = [(0, 4.0), (50, 3.0), (100, 3.0)]
+    runs = [
+        ({"model": "<b>", "seed": 0, "stage": "joint"}, first),
+        ({"model": "<b>", "seed": 1, "stage": "joint"}, second),
+        ({"model": "dense", "seed": 0, "stage": "joint"}, other),
+        ({"model": "base", "seed": 0, "stage": "dense"}, first),
+        ({"model": "emo", "stage": "tuned"}, first),
+        ({"model": "begun", "stage": "joint"}, first[:1]),
+    ]
+    pictures = learning_curves(runs)
+    assert list(pictures) == ["joint", "dense"]
+    dense, both = _lines(pictures["joint"])  # y from 3.0, the highest from a twentieth on, to 1.5, the lowest mean
+    assert both[1] == [(50.0, 50.0), (265.0, 136.7), (480.0, 310.0)]
+    assert dense[1:] == ([(50.0, 50.0), (265.0, 50.0), (480.0, 50.0)], "dense")
+    assert pictures["joint"].count("<polygon") == 1
+    assert "<b>" not in pictures["joint"]
+    assert ">100 tokens</text>" in pictures["joint"]
+    assert ">&lt;b&gt; 1.500</text>" in pictures["joint"]
+    assert learning_curves(runs[4:]) == {}
+
+
+def test_models_of_fixed_size_are_in_the_picture_of_every_share():
+    points = [(0, 4.0), (100, 2.0)]
+    runs = [({"model": "fixed", "experts": 8}, points)]
+    runs += [({"model": "grown", "experts": 8, "share": share}, points) for share in (0.5, 0.8)]
+    pictures = learning_curves(runs)
+    assert {title: len(_lines(svg)) for title, svg in pictures.items()} == {"tau/T = 0.5": 2, "tau/T = 0.8": 2}
+
+
+def test_claims_are_right_of_0_where_they_hold():
+    def end(model, *values):
+        rows = enumerate(values)
+        return [{"measure": "loss", "stage": "joint", "model": model, "seed": s, "value": v} for s, v in rows]
+
+    def ablated(value):
+        return [{"measure": "without_ffns_loss", "seed": seed, "value": value} for seed in range(2)]
+
+    rows = [{"measure": m, "seed": s, "value": v} for m, v in (("bigram_loss", 4), ("premise_loss", 3)) for s in (0, 1)]
+    rows += [*end("divmoe", 2.0, 2.0), *end("dense", 2.25, 2.25), *end("btx", 1.91, 1.91)]
+    svg = claims_picture("divmoe", [*rows, *ablated(6.0)])
+    places = [float(x) for x in re.findall(r'cx="(.*?)"', svg)]
+    assert places == [195.0, 91.0]  # 130 and a half, or 0.3, of 130: roots of 0.25 and -0.09
+    assert ">seen: DivMoE is better than the dense model" in svg
+    assert ">opposite: without fine-grained experts" in svg
+    assert ">not testable here: DivMoE" in claims_picture("divmoe", [*rows, *ablated(3.1)])
+    assert claims_picture("divmoe", []) == ""

@@ -1,13 +1,16 @@
 """Parts of the tasks against loops."""
 
+import numpy as np
 import pytest
 import torch
 
 from moesaic.common.errors import MoesaicError
-from moesaic.lab.tasks.pools import violations
-from moesaic.lab.tasks.prepare import Prepare, texts_of
-from moesaic.lab.tasks.prepare import run as prepare
-from moesaic.routing.types import RoutingContext, RoutingDecision
+from moesaic.routing.pools import RoutingContext
+from moesaic.routing.rules import RoutingDecision
+from moesaic_lab.tasks.pools import violations
+from moesaic_lab.tasks.premise import frequencies
+from moesaic_lab.tasks.prepare import Prepare, texts_of
+from moesaic_lab.tasks.prepare import run as prepare
 
 
 def _decision(ids_TK, allowed_TE):
@@ -63,3 +66,13 @@ def test_lines_that_are_no_documents_are_named(tmp_path):
     file.write_text('{"text": "a"}\n{"words": "b"}\n')
     with pytest.raises(MoesaicError, match=r"x\.jsonl:2: not a JSON object with a field `text`"):
         list(texts_of(file))
+
+
+def test_bigrams_back_off_to_unigrams():
+    counts_VV = np.array([[0, 3, 1], [2, 0, 0], [0, 0, 0]])
+    unigram_V, bigram_VV = frequencies(counts_VV)
+    assert unigram_V == pytest.approx([3 / 9, 4 / 9, 2 / 9])  # 2, 3 and 1 times, and one for each
+    assert bigram_VV.sum(axis=1) == pytest.approx([1, 1, 1])
+    assert bigram_VV[0, 1] == pytest.approx((3 - 0.75 + 0.75 * 2 * 4 / 9) / 4)
+    assert bigram_VV[1, 2] == pytest.approx(0.75 * 1 * 2 / 9 / 2)
+    assert bigram_VV[2] == pytest.approx(unigram_V), "never followed by anything"

@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from moesaic.checkpoint.layout import OutputTensor, plan_files
 from moesaic.common.errors import MoesaicError
 from moesaic.common.yaml_text import parse_yaml
-from moesaic.families.shapes import config_shapes
-from moesaic.planning import PlanReport, plan
-from moesaic.planning.planner import RECIPES
-from moesaic.planning.report import duration, number, size
+from moesaic.families.costs import number, size
+from moesaic.families.counting import config_shapes
+from moesaic.planning.recipe import PlanReport, duration
+from moesaic.planning.run import RECIPES, plan
 from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
 
@@ -220,7 +220,7 @@ def test_a_missing_tensor_is_named(tmp_path):
 def test_no_torch_is_imported(tmp_path):
     save(tmp_path / "base")
     code = (
-        "import sys\nfrom moesaic.planning import plan\n"
+        "import sys\nfrom moesaic.planning.run import plan\n"
         f"plan({str(tmp_path / 'base')!r})\nplan(dict(base={str(tmp_path / 'base')!r}, method='sparse'))\n"
         "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     )

@@ -6,10 +6,10 @@ import zlib
 
 import pytest
 
-from moesaic.reporting.inspections import inspected_models, model_payload, reader_payload, spread
-from moesaic.reporting.packing import size
+from moesaic.reporting.page import size
+from moesaic.reporting.payload import inspected_models, model_payload, reader_payload, spread
 from tests.tiny_inspection import tiny_inspection
-from tests.unit.reporting.test_packing import unpack
+from tests.unit.reporting.test_page import unpack
 
 
 def unfold(folded):

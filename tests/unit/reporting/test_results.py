@@ -5,7 +5,7 @@ import json
 import pytest
 
 from moesaic.common.errors import MoesaicError
-from moesaic.reporting.results import results_payload
+from moesaic.reporting.payload import results_payload
 from tests.tiny_report import results_document, write_results
 
 

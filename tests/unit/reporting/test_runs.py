@@ -6,8 +6,8 @@ import math
 import pytest
 
 from moesaic.common.errors import MoesaicError
-from moesaic.reporting import runs
-from moesaic.reporting.runs import read_run
+from moesaic.reporting import payload as runs
+from moesaic.reporting.payload import read_run
 from tests.tiny_report import write_run
 
 

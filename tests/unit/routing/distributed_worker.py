@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from moesaic.routing.config import RuleConfig
-from moesaic.routing.cross_entropy import token_losses
+from moesaic.modeling.cross_entropy import token_losses
+from moesaic.routing.config import BalanceScope, RuleConfig
 from moesaic.routing.install import install, routing_context
-from moesaic.routing.losses import BalanceScope, balance_loss, measure_load, router_z_loss
-from moesaic.routing.routers import RouterSettings
-from moesaic.routing.rules import build_rule, decide
-from moesaic.routing.types import RoutingContext
+from moesaic.routing.losses import balance_loss, measure_load, router_z_loss
+from moesaic.routing.pools import RoutingContext
+from moesaic.routing.rules import RouterSettings, build_rule, decide
 from tests.reference.naive_routing import random_documents
 from tests.unit.routing.routed_models import moesaic_model, packed
 

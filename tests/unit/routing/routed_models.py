@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moesaic.modeling import modeling_moesaic
-from moesaic.routing.types import RoutingContext
+from moesaic.routing.pools import RoutingContext
 from tests.tiny_models import VOCABULARY, randomize, tiny_config
 from tests.tiny_moes import tiny_moe
 

@@ -15,7 +15,8 @@ WORLD = 2
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     folder = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))  # the code of this checkout, wherever another is installed
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.unit.routing.distributed_worker"]
     ranks = [
         subprocess.Popen(

@@ -14,13 +14,12 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 
 from moesaic.common.errors import MoesaicError
-from moesaic.routing import rules
+from moesaic.modeling.cross_entropy import token_losses
+from moesaic.routing import pools
 from moesaic.routing.config import RuleConfig
-from moesaic.routing.cross_entropy import token_losses
-from moesaic.routing.install import find_installation, install, reinstall, routing_context
+from moesaic.routing.install import find_installation, find_routers, install, reinstall, routing_context
 from moesaic.routing.losses import balance_loss, measure_load, router_z_loss
-from moesaic.routing.routers import find_routers
-from moesaic.routing.types import RoutingContext
+from moesaic.routing.pools import RoutingContext
 from tests.reference.naive_routing import random_documents
 from tests.tiny_models import VOCABULARY, tiny_model
 from tests.tiny_moes import TOP_K, tiny_moe
@@ -170,8 +169,8 @@ def objective(model: PreTrainedModel, inputs: dict[str, Any], context: RoutingCo
 @pytest.mark.parametrize("rule", list(TRAINING_RULES))
 def test_activation_checkpointing_uses_the_same_pools_and_records_once(name, rule, monkeypatch):
     calls = []
-    chosen = rules.document_pools
-    monkeypatch.setattr(rules, "document_pools", lambda *args: calls.append(1) or chosen(*args))
+    chosen = pools.document_pools
+    monkeypatch.setattr(pools, "document_pools", lambda *args: calls.append(1) or chosen(*args))
     inputs, context = packed(random_documents(1))
     results = []
     for checkpointing in (False, True):
@@ -206,7 +205,7 @@ def test_the_second_pass_keeps_pools_that_would_come_out_differently(monkeypatch
     with routing_context(model, context) as record:
         total = model(**inputs).logits.square().mean()
         before = [decision.allowed_TE for decision in record.decisions]
-        monkeypatch.setattr(rules, "document_pools", lambda *_: pytest.fail("pools chosen again"))
+        monkeypatch.setattr(pools, "document_pools", lambda *_: pytest.fail("pools chosen again"))
         total.backward()
     assert all(a is b.allowed_TE for a, b in zip(before, record.decisions, strict=True))
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moesaic.routing.config import RuleConfig
-from moesaic.routing.routers import RouterSettings
-from moesaic.routing.rules import build_rule, decide
+from moesaic.routing.pools import RoutingContext
+from moesaic.routing.rules import RouterSettings, RoutingDecision, build_rule, decide
 from moesaic.routing.stats import (
     RoutingStats,
     busiest_share,
@@ -17,7 +17,6 @@ from moesaic.routing.stats import (
     summarise_load,
     within_group_coselection,
 )
-from moesaic.routing.types import RoutingContext, RoutingDecision
 from tests.reference import naive_routing as naive
 
 LAYERS, EXPERTS, TOP_K = 2, 6, 2

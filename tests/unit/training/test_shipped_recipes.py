@@ -7,14 +7,12 @@ import pytest
 
 from moesaic.checkpoint.layout import OutputTensor, plan_files
 from moesaic.common.yaml_text import parse_yaml
-from moesaic.families.shapes import config_shapes
+from moesaic.families.counting import config_shapes
 from moesaic.modeling.names import class_names
-from moesaic.planning import plan
+from moesaic.planning.run import plan
 from moesaic.recipes import read_recipe, shipped_recipes
-from moesaic.training.api import load_train_recipe
 from moesaic.training.planning import PEAK_FLOPS, TrainPlan
-from moesaic.training.recipe import ScratchModel
-from moesaic.training.scratch import scratch_config
+from moesaic.training.recipe import ScratchModel, load_train_recipe, scratch_config
 
 NAMES = [recipe.name for recipe in shipped_recipes() if recipe.verb == "train"]
 QWEN = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}

@@ -8,16 +8,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moesaic.common.recipe import load_recipe
-from moesaic.data.batch import PackedBatch
+from moesaic.data.packing import PackedBatch
+from moesaic.modeling.cross_entropy import ratio_with_error
 from moesaic.routing.install import install
-from moesaic.training.model import TrainedModel
-from moesaic.training.optimizer import build_optimizer, decays
+from moesaic.training.optimizer import MasterWeights, build_optimizer, decays
 from moesaic.training.parallel import World
-from moesaic.training.recipe import ScratchModel, TrainRecipe
-from moesaic.training.scratch import scratch_config
-from moesaic.training.step import StepResult, Trainable, run_step
-from moesaic.training.validate import ratio_with_error
-from moesaic.training.weights import MasterWeights
+from moesaic.training.recipe import ScratchModel, TrainRecipe, scratch_config
+from moesaic.training.start import Trainable
+from moesaic.training.step import StepResult, run_step
 from tests.tiny_training import DENSE, MOE, VOCABULARY
 
 ONE = World(rank=0, local_rank=0, size=1, replicas=1, device=torch.device("cpu"))
@@ -57,7 +55,9 @@ def make_trainable(recipe: TrainRecipe, *, seed: int = 0) -> Trainable:
     return Trainable(
         recipe=recipe,
         world=ONE,
-        model=TrainedModel(model=model, config=config, installation=installation),
+        model=model,
+        config=config,
+        installation=installation,
         masters=masters,
         optimizer=build_optimizer(masters.trainable, recipe.optimizer),
     )
@@ -140,9 +140,9 @@ def counts(result: StepResult) -> torch.Tensor:
 
 
 def selection_bias(trainable: Trainable) -> torch.Tensor:
-    assert trainable.model.installation is not None
-    assert trainable.model.installation.selection_bias is not None
-    return trainable.model.installation.selection_bias
+    assert trainable.installation is not None
+    assert trainable.installation.selection_bias is not None
+    return trainable.installation.selection_bias
 
 
 def assert_same_step(
@@ -171,7 +171,7 @@ def test_packed_documents_are_separate_documents(rule):
 def test_packed_logits_are_those_of_separate_documents(rule):
     """In evaluation mode, where every rule but the pool holds as well."""
     trainable = make_trainable(make_recipe(routing=RULES[rule]))
-    model = trainable.model.model.eval()
+    model = trainable.model.eval()
     batch = pack([[5, 7, 4]], width=16)
     with torch.no_grad():
         packed = model(input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False).logits
@@ -219,7 +219,7 @@ def test_the_loss_is_the_mean_over_all_predicted_tokens():
     trainable = make_trainable(make_recipe())
     batch = pack([[5, 7, 4], [3, 9]], width=16)
     with torch.no_grad():
-        expected = trainable.model.model(
+        expected = trainable.model(
             input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, labels=batch.labels_BS, use_cache=False
         ).loss
     result = run_step(trainable, [batch], step=0, rate=0.0, num_domains=2)
@@ -261,7 +261,7 @@ def test_bf16_is_bf16_compute_with_fp32_masters_and_fp32_accumulation():
     """Two micro-steps: the gradient is the fp32 sum of the two bf16 gradients, the update fp32 AdamW."""
     trainable = make_trainable(make_recipe(precision="bf16"))
     masters = {name: master.detach().clone() for name, master in trainable.masters.parameters.items()}
-    reference = copy.deepcopy(trainable.model.model)
+    reference = copy.deepcopy(trainable.model)
     batch = pack([[16], [5, 11]], width=16)
     parts = [rows_of(batch, 0, 1), rows_of(batch, 1, 2)]
     _, found = gradients(trainable, parts)
@@ -280,7 +280,7 @@ def test_bf16_is_bf16_compute_with_fp32_masters_and_fp32_accumulation():
     for name, expected in sums.items():
         assert found[name].dtype == torch.float32
         torch.testing.assert_close(found[name], expected, atol=2e-3, rtol=2e-2)
-    copies = dict(trainable.model.model.named_parameters())
+    copies = dict(trainable.model.named_parameters())
     for name, master in trainable.masters.parameters.items():
         assert master.dtype == torch.float32
         assert torch.equal(copies[name], master.bfloat16())

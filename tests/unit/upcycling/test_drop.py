@@ -1,12 +1,13 @@
+from functools import partial
+
 import pytest
 import torch
 
-from moesaic.upcycling.experts import ExpertWeights
-from moesaic.upcycling.method import ExpertSpec, build_expert
+from moesaic.common import seeds
+from moesaic.families.experts import ExpertWeights
+from moesaic.upcycling.method import DenseLayer, ExpertSpec
 from moesaic.upcycling.methods import METHODS
-from moesaic.upcycling.randomness import generator
 from moesaic.upcycling.recipe import DropIndices
-from moesaic.upcycling.sources import MemorySources
 
 HIDDEN, WIDTH = 64, 400
 
@@ -41,10 +42,14 @@ def dropped(
         drop_indices=indices,
     )
     source = ffn(biases)
-    made = build_expert(
-        METHODS["drop"], expert, MemorySources(ffns=(source,), shards=shards), spec, generator(0, "drop", 0, expert)
+    return made_by_drop(source, spec, 0, expert), source.shard(expert % shards, shards)
+
+
+def made_by_drop(source: ExpertWeights, spec: ExpertSpec, seed: int, expert: int) -> ExpertWeights:
+    layer = DenseLayer(
+        base=source, specialists=(), experts=expert + 1, spec=spec, draw=partial(seeds.generator, seed, "drop", 0)
     )
-    return made, source.slice(expert % shards, shards)
+    return METHODS["drop"].experts(layer)[expert]
 
 
 def kept(made: ExpertWeights, source: ExpertWeights) -> list[torch.Tensor]:
@@ -99,7 +104,7 @@ def test_statistics_are_the_block_s_not_the_matrix_s():
     rows = torch.stack([torch.full((HIDDEN,), 100.0), torch.full((HIDDEN,), -100.0)])
     source = ExpertWeights(gate_ID=rows, up_ID=rows, down_DI=rows.T.contiguous())
     for seed in range(10):
-        made = build_expert(METHODS["drop"], 0, MemorySources(ffns=(source,), shards=1), spec, generator(seed, "x"))
+        made = made_by_drop(source, spec, seed, 0)
         assert torch.equal(made.gate_ID, rows)  # each neuron's own mean, and no deviation within it
 
 

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from moesaic.upcycling.layers import class_value
 from moesaic.upcycling.recipe import UpcycleRecipe
-from moesaic.upcycling.reinit import class_value
 from moesaic.upcycling.run import upcycle
 
 _TINY = {

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from moesaic.upcycling.randomness import generator
-from moesaic.upcycling.router_init import ROUTER_INITS, RouterSpec
+from moesaic.common.seeds import generator
+from moesaic.upcycling.layers import ROUTER_INITS, RouterSpec
 
 
 def rows(kind, experts=12, shards=3, std=0.02, hidden=400, seed=0) -> torch.Tensor:

@@ -2,7 +2,7 @@ import pytest
 
 from moesaic.upcycling.choices import choose
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
-from moesaic.upcycling.statement import Statement, statement
+from moesaic.upcycling.result import Statement, statement
 
 
 def promise(method, count: int = 0, identical: bool | None = None, **more) -> Statement:

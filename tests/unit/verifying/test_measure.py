@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from moesaic.verifying.identities import rho, scaled_dense
-from moesaic.verifying.measure import LayerView, compare_logits, measure_layer, run_dense
+from moesaic.verifying.measure import LayerView, compare_logits, measure_layer, rho, run_dense, scaled_dense
 
 TOKENS, HIDDEN, EXPERTS, K = 40, 6, 6, 3
 
@@ -56,7 +55,7 @@ def test_figures_equal_loops_over_tokens(view, shards):
     assert got.rho is None
 
 
-def test_rho_is_the_formula_of_methods_md():
+def test_rho_is_the_formula_of_n2():
     """E/G * sum over the G selected groups of the probability of one member, members tied."""
     shards, groups = 2, torch.randn(TOKENS, 3, generator=torch.Generator().manual_seed(1))
     logits_TE = groups.repeat_interleave(shards, dim=1)

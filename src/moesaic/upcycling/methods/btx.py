@@ -1,11 +1,12 @@
 """Branch-Train-MiX: one whole FFN per specialist."""
 
-from moesaic.upcycling.method import Method, Shard
+from moesaic.families.experts import ExpertWeights, T
+from moesaic.upcycling.method import DenseLayer, Method
 
 
-def copied(expert: int, shards: int) -> Shard:  # noqa: ARG001
+def experts(layer: DenseLayer[T]) -> list[ExpertWeights[T]]:
     """Expert i is the whole FFN of specialist i."""
-    return Shard(1 + expert, 0)
+    return list(layer.specialists)
 
 
 BTX = Method(
@@ -21,5 +22,5 @@ BTX = Method(
     scaled=True,
     reinit=False,
     preserves=True,
-    copies=copied,
+    experts=experts,
 )

@@ -1,11 +1,13 @@
 """DivMoE: every specialist's FFN cut into M shards, at most one shard of a specialist per token."""
 
-from moesaic.upcycling.method import Method, Shard
+from moesaic.families.experts import ExpertWeights, T
+from moesaic.upcycling.method import DenseLayer, Method
 
 
-def copied(expert: int, shards: int) -> Shard:
+def experts(layer: DenseLayer[T]) -> list[ExpertWeights[T]]:
     """Expert i*M + j is shard j of specialist i (equations 1 to 3)."""
-    return Shard(1 + expert // shards, expert % shards)
+    shards = layer.shards
+    return [specialist.shard(j, shards) for specialist in layer.specialists for j in range(shards)]
 
 
 DIVMOE = Method(
@@ -21,5 +23,5 @@ DIVMOE = Method(
     scaled=True,
     reinit=False,
     preserves=True,
-    copies=copied,
+    experts=experts,
 )

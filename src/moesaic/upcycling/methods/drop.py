@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
-from moesaic.upcycling.method import BASE, ExpertSpec, LayerSources, Method, Shard
+from moesaic.common import seeds
+from moesaic.families.experts import ExpertWeights, T, redraw
+from moesaic.upcycling.method import DenseLayer, ExpertSpec, Method
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-
-    from moesaic.upcycling.experts import ExpertWeights
 
 
 def dropped_neurons(spec: ExpertSpec) -> int:
@@ -19,44 +19,37 @@ def dropped_neurons(spec: ExpertSpec) -> int:
     return math.floor(spec.drop_ratio * spec.intermediate + 0.5)
 
 
-def make(expert: int, sources: LayerSources, spec: ExpertSpec, generator: torch.Generator) -> ExpertWeights:
-    """Expert e works on shard e mod M. Of each matrix the chosen neurons' block is drawn again from N(mean, std).
+def experts(layer: DenseLayer[T]) -> list[ExpertWeights[T]]:
+    """Expert e is shard e mod M of the base, with some of its neurons drawn again."""
+    sources = [layer.base.shard(expert % layer.shards, layer.shards) for expert in range(layer.experts)]
+    if dropped_neurons(layer.spec) == 0:
+        return sources
+    return [source.made(partial(redrawn, layer, expert, source)) for expert, source in enumerate(sources)]
+
+
+def redrawn(layer: DenseLayer[T], expert: int, source: ExpertWeights[T]) -> ExpertWeights[Tensor]:
+    """Of each matrix the chosen neurons' block is drawn again from N(mean, std).
 
     Mean and standard deviation are those of the replaced block itself, one pair per matrix (section 3 of the paper:
     statistics over the selected indices only). With `per-expert` gate, up and down lose the same neurons, and 1 - r of
     them stay intact; with `per-matrix` each matrix draws its own set, and (1 - r)^3 stay intact. The biases of gate and
     up go with their neurons; the bias of down belongs to no neuron and stays.
     """
-    from moesaic.upcycling.randomness import choose
-
-    source = sources.shard(Shard(BASE, expert % spec.shards))
+    generator, spec, made = layer.draw(expert), layer.spec, source.read()
     count = dropped_neurons(spec)
-    if count == 0:
-        return source
-    shared_choice = choose(count, spec.intermediate, generator)
+    same = seeds.subset(count, spec.intermediate, generator)
 
     def chosen() -> Tensor:
-        return choose(count, spec.intermediate, generator) if spec.drop_indices == "per-matrix" else shared_choice
+        return seeds.subset(count, spec.intermediate, generator) if spec.drop_indices == "per-matrix" else same
 
     gate, up, down = chosen(), chosen(), chosen()
-    redraw(source.gate_ID, gate, 0, generator)
-    redraw(source.up_ID, up, 0, generator)
-    redraw(source.down_DI, down, 1, generator)
-    for bias, neurons in ((source.gate_bias_I, gate), (source.up_bias_I, up)):
+    redraw(made.gate_ID, gate, 0, generator)
+    redraw(made.up_ID, up, 0, generator)
+    redraw(made.down_DI, down, 1, generator)
+    for bias, neurons in ((made.gate_bias_I, gate), (made.up_bias_I, up)):
         if bias is not None:
             redraw(bias, neurons, 0, generator)
-    return source
-
-
-def redraw(weights: Tensor, chosen: Tensor, axis: int, generator: torch.Generator) -> None:
-    """Draw the `chosen` rows (axis 0) or columns (axis 1) of `weights` anew, in place, from their own N(mean, std)."""
-    from moesaic.upcycling.randomness import normal
-
-    block = weights.index_select(axis, chosen)
-    wide = block.float() if block.element_size() < 4 else block
-    mean, std = wide.mean().item(), wide.std(correction=0).item()
-    del wide
-    weights.index_copy_(axis, chosen, normal(block.shape, std, generator, mean=mean, dtype=block.dtype))
+    return made
 
 
 DROP = Method(
@@ -73,5 +66,5 @@ DROP = Method(
     reinit=False,
     preserves=False,
     settings=("drop_ratio", "drop_indices"),
-    make=make,
+    experts=experts,
 )

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from moesaic.upcycling.method import ExpertSpec, LayerSources, Method
+from moesaic.common import seeds
+from moesaic.families.experts import ExpertWeights, T
+from moesaic.upcycling.method import DenseLayer, Method
 
 if TYPE_CHECKING:
-    import torch
-
-    from moesaic.upcycling.experts import ExpertWeights
+    from torch import Tensor
 
 
-def make(expert: int, sources: LayerSources, spec: ExpertSpec, generator: torch.Generator) -> ExpertWeights:  # noqa: ARG001
+def experts(layer: DenseLayer[T]) -> list[ExpertWeights[T]]:
     """Matrices from N(0, initializer_range), biases zero, as the base's architecture would initialise them."""
+    like = layer.base.shard(0, layer.shards)
+    return [like.made(partial(drawn, layer, expert, like)) for expert in range(layer.experts)]
+
+
+def drawn(layer: DenseLayer[T], expert: int, like: ExpertWeights[T]) -> ExpertWeights[Tensor]:
+    """One expert of the shapes of `like`, whose numbers are not read."""
     import torch
 
-    from moesaic.upcycling.experts import ExpertWeights
-    from moesaic.upcycling.randomness import normal
+    generator, dtype = layer.draw(expert), like.dtype
 
-    hidden, width, std = spec.hidden, spec.intermediate, spec.initializer_range
-    dtype = sources.dtype
-    return ExpertWeights(
-        gate_ID=normal((width, hidden), std, generator, dtype=dtype),
-        up_ID=normal((width, hidden), std, generator, dtype=dtype),
-        down_DI=normal((hidden, width), std, generator, dtype=dtype),
-        gate_bias_I=torch.zeros(width, dtype=dtype) if spec.biases else None,
-        up_bias_I=torch.zeros(width, dtype=dtype) if spec.biases else None,
-        down_bias_D=torch.zeros(hidden, dtype=dtype) if spec.biases else None,
-    )
+    def fresh(_: str, value: Any) -> Tensor:
+        if len(value.shape) == 1:  # a bias
+            return torch.zeros(tuple(value.shape), dtype=dtype)
+        return seeds.normal(value.shape, layer.spec.initializer_range, generator, dtype=dtype)
+
+    made: Any = like.map(fresh)
+    return made
 
 
 SCRATCH = Method(
@@ -44,5 +47,5 @@ SCRATCH = Method(
     scaled=False,
     reinit=True,
     preserves=False,
-    make=make,
+    experts=experts,
 )

@@ -1,11 +1,12 @@
 """Sparse upcycling: E identical copies of the base's FFN."""
 
-from moesaic.upcycling.method import BASE, Method, Shard
+from moesaic.families.experts import ExpertWeights, T
+from moesaic.upcycling.method import DenseLayer, Method
 
 
-def copied(expert: int, shards: int) -> Shard:  # noqa: ARG001
+def experts(layer: DenseLayer[T]) -> list[ExpertWeights[T]]:
     """Every expert is the whole FFN of the base."""
-    return Shard(BASE, 0)
+    return [layer.base] * layer.experts
 
 
 SPARSE = Method(
@@ -21,5 +22,5 @@ SPARSE = Method(
     scaled=True,
     reinit=False,
     preserves=True,
-    copies=copied,
+    experts=experts,
 )

@@ -1,11 +1,12 @@
 """Virtual groups (NVIDIA): the M shards of the base's FFN, repeated E/M times."""
 
-from moesaic.upcycling.method import BASE, Method, Shard
+from moesaic.families.experts import ExpertWeights, T
+from moesaic.upcycling.method import DenseLayer, Method
 
 
-def copied(expert: int, shards: int) -> Shard:
+def experts(layer: DenseLayer[T]) -> list[ExpertWeights[T]]:
     """Expert e*M + j is shard j of the base."""
-    return Shard(BASE, expert % shards)
+    return [layer.base.shard(expert % layer.shards, layer.shards) for expert in range(layer.experts)]
 
 
 VIRTUAL_GROUP = Method(
@@ -22,5 +23,5 @@ VIRTUAL_GROUP = Method(
     scaled=True,
     reinit=False,
     preserves=True,
-    copies=copied,
+    experts=experts,
 )

@@ -1,0 +1,146 @@
+"""Little facts of an invented world, and what follows from them.
+
+The world is the same for everybody: people live in towns, towns lie in lands and on rivers. Single facts are training
+text; questions ask for what two or three of them together say.
+"""
+
+import random
+from dataclasses import dataclass
+
+from moesaic_lab.world.items import Item, wrong_choices
+
+_STARTS = ("Bel", "Cor", "Dra", "El", "Fen", "Gal", "Hol", "Ister", "Kar", "Lum", "Mor", "Nev", "Or", "Pel", "Quin",
+           "Ras", "Sol", "Tam", "Ur", "Vel")  # fmt: skip
+_TOWN_ENDS = ("mouth", "ham", "stead", "wick", "haven")
+_LAND_ENDS = ("ia", "or", "esse")
+_PERSON_STARTS = ("Ab", "Bri", "Ced", "Do", "Em", "Fa", "Gre", "Hil", "Il", "Jo", "Ka", "Lo", "Mi", "Nor", "Os", "Pri",
+                  "Ro", "Sel", "Til", "Ve")  # fmt: skip
+_PERSON_ENDS = ("ra", "den", "mina", "ver", "las", "no")
+_RIVERS = ("Anner", "Brume", "Cald", "Dove", "Esk", "Flint", "Gray", "Hale")
+_CRAFTS = ("baker", "weaver", "smith", "miller", "potter", "tailor", "carpenter", "fisher", "mason", "dyer")
+_ANIMALS = ("goat", "cat", "raven", "mule", "goose", "hound", "ferret", "owl")
+_GOODS = ("salt", "wool", "honey", "iron", "glass", "barley", "amber", "oil", "copper", "silk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Town:
+    """A town of the world."""
+
+    name: str
+    land: str
+    river: str
+    good: str
+    """What it sells."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Person:
+    """Somebody of the world."""
+
+    name: str
+    town: Town
+    craft: str
+    animal: str
+
+
+def _make_people() -> tuple[Person, ...]:
+    rng = random.Random("the invented world")
+    lands = [f"{start}{rng.choice(_LAND_ENDS)}" for start in rng.sample(_STARTS, 8)]
+    towns = [
+        Town(name=start + end, land=rng.choice(lands), river=rng.choice(_RIVERS), good=rng.choice(_GOODS))
+        for start in _STARTS
+        for end in rng.sample(_TOWN_ENDS, 2)
+    ]
+    names = [start + end for start in _PERSON_STARTS for end in _PERSON_ENDS]
+    return tuple(
+        Person(name=name, town=rng.choice(towns), craft=rng.choice(_CRAFTS), animal=rng.choice(_ANIMALS))
+        for name in names
+    )
+
+
+PEOPLE = _make_people()
+TOWNS = tuple({person.town.name: person.town for person in PEOPLE}.values())
+
+
+def facts_about(person: Person, rng: random.Random) -> list[str]:
+    """Sentences that each say one fact, in one of several wordings."""
+    town = person.town
+    return [
+        rng.choice([f"{person.name} lives in {town.name}.", f"The home of {person.name} is {town.name}."]),
+        rng.choice([f"{person.name} is a {person.craft}.", f"{person.name} works as a {person.craft}."]),
+        rng.choice([f"{person.name} keeps a {person.animal}.", f"A {person.animal} belongs to {person.name}."]),
+        rng.choice([f"{town.name} lies in {town.land}.", f"{town.name} is a town of {town.land}."]),
+        rng.choice([f"{town.name} stands on the river {town.river}.", f"The {town.river} flows through {town.name}."]),
+        rng.choice([f"{town.name} sells {town.good}.", f"The {town.good} on the market comes from {town.name}."]),
+    ]
+
+
+def _land(rng: random.Random, person: Person) -> Item:
+    lands = [town.land for town in TOWNS]
+    worked = f"{person.name} lives in {person.town.name}, and {person.town.name} lies in {person.town.land}."
+    return Item(
+        question=f"In which land does {person.name} live?",
+        answer=person.town.land,
+        worked=worked,
+        wrong=wrong_choices(rng, person.town.land, lands),
+    )
+
+
+def _river(rng: random.Random, person: Person) -> Item:
+    worked = f"{person.name} lives in {person.town.name}, which stands on the {person.town.river}."
+    return Item(
+        question=f"Which river flows through the town of {person.name} the {person.craft}?",
+        answer=person.town.river,
+        worked=worked,
+        wrong=wrong_choices(rng, person.town.river, list(_RIVERS)),
+    )
+
+
+def _good(rng: random.Random, person: Person) -> Item:
+    worked = f"{person.name} lives in {person.town.name}, and {person.town.name} sells {person.town.good}."
+    return Item(
+        question=f"What can one buy in the town where {person.name} keeps a {person.animal}?",
+        answer=person.town.good,
+        worked=worked,
+        wrong=wrong_choices(rng, person.town.good, list(_GOODS)),
+    )
+
+
+def _same_land(rng: random.Random, person: Person) -> Item:
+    other = rng.choice([one for one in PEOPLE if one.name != person.name])
+    same = other.town.land == person.town.land
+    worked = (
+        f"{person.name} lives in {person.town.name} in {person.town.land}, "
+        f"{other.name} in {other.town.name} in {other.town.land}."
+    )
+    return Item(
+        question=f"Do {person.name} and {other.name} live in the same land?",
+        answer="yes" if same else "no",
+        worked=worked,
+        wrong=("no" if same else "yes",),
+    )
+
+
+def _shared_animal(rng: random.Random, person: Person) -> Item:
+    other = rng.choice([one for one in PEOPLE if one.name != person.name])
+    return Item(
+        question=f"{person.name} and {other.name} trade animals. What does {person.name} keep now?",
+        answer=f"a {other.animal}",
+        worked=f"{person.name} kept a {person.animal} and {other.name} a {other.animal}.",
+        wrong=wrong_choices(rng, f"a {other.animal}", [f"a {animal}" for animal in _ANIMALS]),
+    )
+
+
+_KINDS = (_land, _river, _good, _same_land, _shared_animal)
+
+
+def draw(rng: random.Random) -> Item:
+    """One question about somebody."""
+    return rng.choice(_KINDS)(rng, rng.choice(PEOPLE))
+
+
+def passage(rng: random.Random) -> str:
+    """What is known about two or three people, in any order."""
+    lines = [line for person in rng.sample(PEOPLE, rng.randint(2, 3)) for line in facts_about(person, rng)]
+    rng.shuffle(lines)
+    return " ".join(lines)

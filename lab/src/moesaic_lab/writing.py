@@ -1,0 +1,229 @@
+"""Recipes and steps that several experiments write."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moesaic.common.recipe import dump_recipe, load_recipe, recipe_values
+from moesaic.common.yaml_text import dump_yaml
+from moesaic.training.recipe import TrainRecipe
+from moesaic_lab.plan import REPORT, Plan, Step
+from moesaic_lab.rows import ROWS
+from moesaic_lab.scale import DataScale, ModelScale, Scale, TrainScale
+from moesaic_lab.world import DOMAINS
+
+PREPARE = "prepare"
+"""Name of the first step: data and tokenizer."""
+TOKENIZER = "data/tokenizer"
+STAGE_SEED = 1000
+"""Added to the seed of the data once or several times in later stages, so that none begins with what another has seen:
+documents come in an order that is a function of the seed and the number of their source."""
+
+
+def domains_of(data: str | None) -> tuple[str, ...]:
+    """Names of the domains: of the files in --data that have a held-out part, or the generated ones."""
+    if data is None:
+        return tuple(DOMAINS)
+    names = {path.name.removesuffix(".train.jsonl") for path in Path(data).glob("*.train.jsonl")}
+    return tuple(sorted(name for name in names if (Path(data) / f"{name}.valid.jsonl").is_file()))
+
+
+def train_file(domain: str) -> str:
+    """Training documents, below the experiment's folder."""
+    return f"data/{domain}.train.jsonl"
+
+
+def valid_file(domain: str) -> str:
+    """Held-out documents that losses are measured on."""
+    return f"data/{domain}.valid.jsonl"
+
+
+def prepare_step(data: str | None, domains: Sequence[str], scale: DataScale, vocabulary: int) -> Step:
+    """Put data and tokenizer into the experiment's folder."""
+    settings = {
+        "data": data,
+        "domains": list(domains),
+        "documents": scale.documents,
+        "tasks": scale.tasks,
+        "held_out_size": scale.held_out_size,
+        "held_out_characters": scale.held_out_characters,
+        "vocabulary": vocabulary,
+    }
+    return Step(
+        name=PREPARE,
+        commands=(task_command("prepare", PREPARE),),
+        files={task_file(PREPARE): dump_yaml(settings)},
+    )
+
+
+def experiment_plan(
+    name: str,
+    scale: Scale,
+    data: str | None,
+    *,
+    parts: Mapping[str, object],
+    vocabulary: int,
+    seeds: int,
+    steps_of_seed: Callable[[Sequence[str], int], Iterable[Step]],
+    notices: Sequence[str] = (),
+) -> Plan:
+    """Data first, the steps of each seed, the report last.
+
+    Args:
+        name: of the experiment.
+        scale: its size.
+        data: folder of --data, or None.
+        parts: the parts of the scale that it uses, beside `data`, by name.
+        vocabulary: tokens of the tokenizer.
+        seeds: repetitions.
+        steps_of_seed: (domains, seed) -> steps.
+        notices: what the plan leaves out or changes, and why.
+    """
+    domains = domains_of(data)
+    steps = [prepare_step(data, domains, scale.data, vocabulary)]
+    for seed in range(seeds):
+        steps += steps_of_seed(domains, seed)
+    steps.append(Step(name=REPORT, commands=(("lab", "report", ".", "--quiet"),), needs=tuple(s.name for s in steps)))
+    return Plan(
+        experiment=name,
+        data=data,
+        domains=domains,
+        seeds=seeds,
+        scale={part: recipe_values(value) for part, value in {"data": scale.data, **parts}.items()},
+        steps=tuple(steps),
+        notices=(*((scale.undecided,) if scale.undecided else ()), *notices),
+    )
+
+
+def task_file(name: str) -> str:
+    """Where the settings of a task are."""
+    return f"recipes/{name}.yaml"
+
+
+def task_command(task: str, name: str) -> tuple[str, ...]:
+    """The command of a task whose settings are in `task_file(name)`."""
+    return ("lab", "task", task, task_file(name), "--quiet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run of an experiment."""
+
+    name: str
+    model: str | Mapping[str, Any]
+    """Folder, or `{family, config, moe}`."""
+    train: TrainScale
+    shape: ModelScale
+    sources: Sequence[str]
+    """Domains trained on."""
+    measured: Sequence[str]
+    """Domains whose held-out loss is measured."""
+    seed: int
+    labels: Mapping[str, Any]
+    """What the results call it, beside the seed."""
+    tokens_before: int = 0
+    """That the model has seen in earlier runs, its specialists' included."""
+    more: Mapping[str, Any]
+    """Other keys of the recipe; `optimizer` is merged."""
+
+    @property
+    def folder(self) -> str:
+        """Of the result."""
+        return f"runs/{self.name}"
+
+    @property
+    def file(self) -> str:
+        """Of the recipe."""
+        return f"recipes/{self.name}.yaml"
+
+    @property
+    def tokens(self) -> int:
+        """That it trains on, in whole steps."""
+        return self.train.whole_tokens
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What runs it."""
+        return ("train", self.file, self.folder, "--resume", "--quiet")
+
+    @property
+    def _micro_sequences(self) -> int:
+        return self.train.micro_sequences or self.train.batch_tokens // self.shape.sequence_length
+
+    def recipe(self) -> str:
+        """The recipe, resolved."""
+        train, more = self.train, dict(self.more)
+        steps = train.steps
+        optimizer = {
+            "lr": train.lr,
+            "min_lr": train.lr / 10,
+            "warmup_steps": min(train.warmup_steps, max(0, steps - 1)),
+            **more.pop("optimizer", {}),
+        }
+        values: dict[str, Any] = {
+            "model": self.model,
+            "tokenizer": TOKENIZER if not isinstance(self.model, str) else None,
+            "data": {
+                "sequence_length": self.shape.sequence_length,
+                "sources": [{"path": train_file(domain), "domain": domain} for domain in self.sources],
+                "validation": [{"path": valid_file(domain), "domain": domain} for domain in self.measured],
+            },
+            "optimizer": optimizer,
+            "batch": {"tokens": train.batch_tokens, "micro_sequences": self._micro_sequences},
+            "budget": {"steps": steps},
+            "validation": {"every_steps": max(1, steps // CURVE_POINTS)},
+            "checkpoint": {"every_steps": max(1, steps // 5), "keep": 1},
+            "precision": "fp32",
+            "seed": self.seed,
+        }
+        return dump_recipe(load_recipe(TrainRecipe, values | more, name=self.name))
+
+
+CURVE_POINTS = 10
+"""Times that held-out losses are measured in a run, beside the first and the last step: the learning curves."""
+
+
+def train_step(*runs: Run, name: str | None = None, needs: Sequence[str] = (PREPARE,)) -> Step:
+    """Train one after the other in one process."""
+    return Step(
+        name=name or runs[0].name,
+        commands=tuple(run.command for run in runs),
+        needs=tuple(needs),
+        files={run.file: run.recipe() for run in runs},
+        runs={run.folder: {"seed": run.seed, **run.labels, "tokens_before": run.tokens_before} for run in runs},
+        tokens=sum(run.tokens for run in runs),
+    )
+
+
+def premise_step(run: Run, domains: Sequence[str], seed: int) -> Step:
+    """Measure what the claims' premises are about, on a trained model."""
+    name = f"premise-{seed}"
+    settings = {
+        "checkpoint": run.folder,
+        "rows": f"{ROWS}/{name}.jsonl",
+        "domains": list(domains),
+        "sequence_length": run.shape.sequence_length,
+        "seed": seed,
+    }
+    return Step(
+        name=name,
+        commands=(task_command("premise", name),),
+        needs=(run.name,),
+        files={task_file(name): dump_yaml(settings)},
+    )
+
+
+def dense_config(shape: ModelScale, intermediate_size: int) -> dict[str, Any]:
+    """The Llama of an experiment, as `config` of a model from scratch."""
+    return {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "max_position_embeddings": shape.sequence_length,
+        "tie_word_embeddings": True,
+        "initializer_range": shape.initializer_range,
+    }

@@ -1,0 +1,238 @@
+"""What a run starts from: the model, loaded or drawn, its rule, its tokenizer, fp32 masters and the optimizer."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from moesaic.checkpoint.source import open_checkpoint
+from moesaic.common.errors import MoesaicError, suggest
+from moesaic.common.progress import no_library_bars, notice
+from moesaic.data.packing import keeps_documents_apart
+from moesaic.loading import load, load_config, load_tokenizer
+from moesaic.routing.install import Installation, find_installation, install
+from moesaic.training.optimizer import MasterWeights, build_optimizer, describe_trainable, freeze
+from moesaic.training.parallel import World, distributed_config, reshard
+from moesaic.training.recipe import Precision, ScratchModel, TrainRecipe, scratch_config
+
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+Start = str | Path | ScratchModel | PreTrainedConfig
+"""A checkpoint, a model from scratch, or a configuration whose weights come from elsewhere."""
+
+_UNDECLARED = {"head_dim", "partial_rotary_factor", "sliding_window_pattern", "mlp_bias"}
+"""What several families, or our experts (`mlp_bias`), read though the configuration's class does not declare it."""
+
+_REASON = 200
+"""Characters of another library's error that are shown."""
+
+_MISTAKES = (
+    *(StrictDataclassError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
+    *(AssertionError, RuntimeError),
+)
+"""What transformers and torch raise for a value that makes no model, sooner or later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainable:
+    """What a step reads and moves."""
+
+    recipe: TrainRecipe
+    world: World
+    model: PreTrainedModel
+    """In training mode, sharded or not."""
+    config: PreTrainedConfig
+    """As the checkpoint has it, without what sharding adds."""
+    installation: Installation | None
+    """The rule on its routers; `None` for a model without routers that rules work on."""
+    masters: MasterWeights
+    optimizer: torch.optim.AdamW
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Persistent buffers, such as a family's own selection biases."""
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name not in parameters}
+
+
+def build_trainable(
+    recipe: TrainRecipe, out: Path, world: World, *, start: Start, tokenizer: PreTrainedTokenizerBase, quiet: bool
+) -> Trainable:
+    """Load or make what a run of `recipe` trains; new weights that several ranks share pass through `out`.
+
+    Raises: `MoesaicError` for a checkpoint that can't be read, a configuration that makes no model, a rule or a loss
+    that needs routers where the model has none, a tokenizer that is too large.
+    """
+    if isinstance(start, (str, Path)):
+        config = load_config(open_checkpoint(start).path, str(start))
+        model = _load(start, recipe, world)
+    else:
+        config = make_config(start) if isinstance(start, ScratchModel) else start
+        model = _from_scratch(recipe, config, out, world)
+    model.config.use_cache = False
+    with makes_a_model(start.family) if isinstance(start, ScratchModel) else nullcontext():
+        _refuse_leaking_documents(model)
+    installation = _install(model, recipe)
+    if recipe.activation_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    if recipe.compile:
+        for layer in model.base_model.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            layer.compile()
+    _refuse_larger_vocabulary(tokenizer, config.get_text_config().vocab_size)
+    freeze(model.train(), recipe.optimizer.frozen)
+    notice(describe_trainable(model), quiet=quiet)
+    copies = DTYPES[recipe.precision] if recipe.precision != "fp32" and world.size == 1 else None
+    masters = MasterWeights(model, copies=copies)
+    return Trainable(
+        recipe=recipe,
+        world=world,
+        model=model,
+        config=config,
+        installation=installation,
+        masters=masters,
+        optimizer=build_optimizer(masters.trainable, recipe.optimizer),
+    )
+
+
+def _load(path: str | Path, recipe: TrainRecipe, world: World) -> PreTrainedModel:
+    sharding = distributed_config(recipe.parallel, recipe.precision)
+    with no_library_bars():
+        return load(path, device=world.device, dtype="float32", distributed=sharding)
+
+
+def _from_scratch(recipe: TrainRecipe, config: PreTrainedConfig, out: Path, world: World) -> PreTrainedModel:
+    if world.size == 1:
+        return draw(config, recipe.seed).to(world.device)  # pyright: ignore[reportArgumentType]
+    initial = out / "state" / "initial"
+    if world.is_main:
+        draw(config, recipe.seed).save_pretrained(initial)
+    world.barrier()
+    model = _load(initial, recipe, world)
+    world.barrier()
+    if world.is_main:
+        shutil.rmtree(initial)
+    return model
+
+
+@torch.no_grad()
+def _refuse_leaking_documents(model: PreTrainedModel) -> None:
+    """Refuse a family in which packed documents would attend to each other."""
+    apart = keeps_documents_apart(model.eval())
+    reshard(model)
+    if not apart:
+        raise MoesaicError(
+            f"model: {model.config.model_type} does not keep packed documents apart by their position ids in this "
+            "version of transformers, so it cannot be trained here"
+        )
+
+
+def _install(model: PreTrainedModel, recipe: TrainRecipe) -> Installation | None:
+    earlier = find_installation(model)
+    rule = recipe.routing
+    if rule.rule is None and earlier is not None and earlier.config.rule not in (None, "document_pool"):
+        rule = earlier.config  # what the model was trained to do at inference holds on
+    bias: Tensor | bool | None = earlier.selection_bias if earlier is not None else None
+    losses = recipe.losses
+    if losses.bias_balancing is not None and bias is None:
+        bias = True
+    needed = recipe.routing.rule is not None or bias is not None or losses.balance is not None or losses.router_z > 0
+    try:
+        return install(model, rule, selection_bias=bias)
+    except MoesaicError:
+        if needed:
+            raise
+        return None
+
+
+# --- models from random weights ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def makes_a_model(family: str) -> Iterator[None]:
+    """Turn what is raised for a wrong value in a recipe's configuration into a `MoesaicError` of one line."""
+    try:
+        yield
+    except (MoesaicError, torch.OutOfMemoryError):
+        raise
+    except _MISTAKES as error:
+        reason = " ".join(str(error).split())[:_REASON]
+        raise MoesaicError(
+            f"model.config: makes no {family} model ({type(error).__name__}: {reason}); correct it"
+        ) from error
+
+
+def make_config(scratch: ScratchModel) -> PreTrainedConfig:
+    """The configuration that a recipe describes.
+
+    Raises: `MoesaicError` for a family that is unknown, or a value that its class does not take.
+    """
+    values: dict[str, Any] = scratch_config(scratch)
+    model_type = values.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        hint = suggest(scratch.family, CONFIG_MAPPING)
+        raise MoesaicError(f"model.family: {scratch.family} is no model type of transformers; {hint}")
+    with makes_a_model(scratch.family):
+        return AutoConfig.for_model(model_type, **values)
+
+
+def refuse_unknown_keys(scratch: ScratchModel) -> None:
+    """Refuse keys that the family's configuration does not know: it would take them, and nothing would read them."""
+    config = make_config(scratch)
+    declared = {field.name for field in fields(config)} | config.attribute_map.keys()
+    known = declared | vars(type(config)()).keys() | set(dir(type(config))) | _UNDECLARED
+    for key in scratch.config:
+        taken = key in vars(config)  # not so what older configurations had, such as rope_theta, which is translated
+        if taken and key not in known:
+            raise MoesaicError(f"model.config.{key}: {scratch.family} has no such key; {suggest(key, declared)}")
+
+
+def draw(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """Draw the weights in fp32 on the CPU, so that they depend on nothing but the seed."""
+    torch.manual_seed(seed)
+    with makes_a_model(config.model_type):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+# --- tokenizer --------------------------------------------------------------------------------------------------------
+
+
+def load_run_tokenizer(recipe: TrainRecipe) -> PreTrainedTokenizerBase:
+    """Load it; `recipe.tokenizer` may be a folder or hub id without weights.
+
+    Raises: `MoesaicError` where there is none.
+    """
+    if recipe.tokenizer is None:
+        assert isinstance(recipe.model, str), "the recipe was checked"
+        return load_tokenizer(recipe.model)
+    source: dict[str, Any] = {"pretrained_model_name_or_path": recipe.tokenizer}
+    if not Path(recipe.tokenizer).is_dir():
+        name, _, revision = recipe.tokenizer.partition("@")
+        source = {"pretrained_model_name_or_path": name, "revision": revision or "main"}
+    try:
+        return AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise MoesaicError(f"tokenizer: {recipe.tokenizer}: cannot be loaded ({reason})") from error
+
+
+def _refuse_larger_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Refuse a tokenizer with ids that the model has no embedding for."""
+    if len(tokenizer) > vocab_size:
+        raise MoesaicError(
+            f"tokenizer: has {len(tokenizer):,} tokens, but the model's vocab_size is {vocab_size:,}; "
+            "use the tokenizer that belongs to the model"
+        )
