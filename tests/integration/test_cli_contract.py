@@ -28,9 +28,14 @@ VERBS = [
     "upcycle",
     "train",
     "expand",
+    "export",
     "select",
     "extract",
     "merge-back",
+    "eval",
+    "compare",
+    "inspect",
+    "report",
     "verify",
     "plan",
     "generate",
@@ -145,14 +150,15 @@ def test_version(call):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["recipes", "list"], ["upcycle", "--help"], ["plan", "BASE"]]
+    "lines", [["--help", "--version", "recipes list"], [f"{verb} --help" for verb in VERBS], ["plan BASE"]]
 )
-def test_light_verbs_import_nothing_heavy(arguments, dense):
-    arguments = [str(dense / "base") if argument == "BASE" else argument for argument in arguments]
+def test_light_verbs_import_nothing_heavy(lines, dense):
+    calls = [line.replace("BASE", str(dense / "base")).split() for line in lines]
     code = f"""
 import sys
 from moesaic.cli.app import run
-assert run({arguments!r}) == 0
+for arguments in {calls!r}:
+    assert run(arguments) == 0
 heavy = {{"torch", "transformers", "numpy", "datasets", "huggingface_hub", "pandas"}} & set(sys.modules)
 sys.exit(f"imported: {{heavy}}" if heavy else 0)
 """
@@ -260,12 +266,12 @@ def test_errors_from_below(call, monkeypatch, error, status, line):
     def fail(*_arguments, **_keywords):
         raise error
 
-    monkeypatch.setattr("moesaic.planning.run.plan", fail)
+    monkeypatch.setattr("moesaic.planning.run.plan.run", fail)
     assert call("plan", "x") == (status, "", line)
 
 
 def test_a_bug_is_named_as_one(call, monkeypatch):
-    monkeypatch.setattr("moesaic.planning.run.plan", lambda *_arguments, **_keywords: [][0])
+    monkeypatch.setattr("moesaic.planning.run.plan.run", lambda *_arguments, **_keywords: [][0])
     status, out, err = call("plan", "x")
     assert (status, out) == (1, "")
     assert err.startswith("moesaic: internal error: IndexError: list index out of range (")
@@ -282,7 +288,7 @@ def test_numbers_that_json_cannot_write_become_null(call, monkeypatch):
         def to_dict(self):
             return {"a": float("nan"), "b": [float("inf"), 1.0], "c": Path("x")}
 
-    monkeypatch.setattr("moesaic.planning.run.plan", lambda *_arguments, **_keywords: Report())
+    monkeypatch.setattr("moesaic.planning.run.plan.run", lambda *_arguments, **_keywords: Report())
     assert json.loads(call("plan", "x", "--json")[1]) == {"a": None, "b": [None, 1.0], "c": "x"}
 
 

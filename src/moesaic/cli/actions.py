@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from moesaic.cli.build import Call, show
-from moesaic.cli.output import print_json, print_lines
+from moesaic.cli.output import print_json, print_lines, print_result
 
 
 def generate(call: Call) -> int:
@@ -40,3 +40,28 @@ def train(call: Call) -> int:
 
     result = train(recipe, out, resume=resume, overwrite=overwrite, quiet=call.quiet)
     return show(call, result) if os.environ.get("RANK", "0") == "0" else 0
+
+
+def inspect(call: Call) -> int:
+    """Say what would be done, or do it and print a summary for this terminal."""
+    from moesaic.analysis.inspect import inspect, prepare
+
+    out, overwrite, quiet = str(call.out), call.run["overwrite"], call.quiet
+    if call.run["dry_run"]:
+        return show(call, prepare(call.recipe, Path(out), overwrite=overwrite, quiet=quiet))
+    inspection = inspect.run(call.recipe, out, overwrite=overwrite, quiet=quiet)
+    from moesaic.analysis.summary import summarise, terminal_lines
+
+    lines = () if quiet or call.json else (*terminal_lines(inspection), f"written to {out}")
+    print_result(lines, summarise(inspection), as_json=call.json)
+    return 0
+
+
+def compare(call: Call) -> int:
+    """Print the tables in a format; on a terminal the best of a column is bold."""
+    from moesaic.comparison.compare import compare
+
+    found = compare.run(call.recipe)
+    bold = sys.stdout.isatty() and not call.json
+    print_result(found.lines(call.further.get("format", "table"), bold=bold), found.to_dict(), as_json=call.json)
+    return 0

@@ -12,14 +12,6 @@ from cyclopts import App, Parameter
 from cyclopts.exceptions import CycloptsError, UnknownOptionError, UnusedCliTokensError
 
 from moesaic import __version__
-from moesaic.cli import (
-    compare,
-    export,
-    inspect,
-    plan,
-    report,
-    verify,
-)
 from moesaic.cli.listings import FAMILIES_HELP, families, recipes
 from moesaic.cli.output import discard_stdout, flush, print_error
 from moesaic.cli.verbs import COMMANDS
@@ -47,15 +39,6 @@ for _name, _command in COMMANDS.items():
         usage=_command.usages(_name),
         help_epilogue=f"Examples:{_command.examples}",
     )
-for _module in (
-    export,
-    compare,
-    inspect,
-    verify,
-    plan,
-    report,
-):
-    app.command(_module.command, name=_module.NAME, usage=_module.USAGE, help_epilogue=_module.EXAMPLE)
 app.command(families, name="families", **FAMILIES_HELP)
 app.command(recipes)
 

@@ -72,8 +72,8 @@ class Command:
     run_options: tuple[str, ...] = ()
     """Beside json and quiet."""
     options: Mapping[str, Option] = field(default_factory=dict)
-    further: Mapping[str, Any] = field(default_factory=dict)
-    """Flags that no recipe has, as annotated types: further arguments of the run, or for `action`."""
+    further: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    """Flags that no recipe has, type and help: further arguments of the run, or for `action`."""
     missing: Mapping[str, str] = field(default_factory=dict)
     """Key, or `arguments` -> what to say where it is needed and not given (`{count}`: of the arguments)."""
     action: str = "moesaic.cli.build:call_and_print"
@@ -90,8 +90,9 @@ class Command:
 
     def usages(self, name: str) -> str:
         """The ways to call it, for the head of its help."""
-        out = " OUT" if "out" in self.arguments else ""
-        lines = [*self.usage.splitlines(), f"moesaic {name} --config RECIPE.yaml{out} [OPTIONS]"]
+        lines = self.usage.splitlines()
+        if "out" in self.arguments:
+            lines.append(f"moesaic {name} --config RECIPE.yaml OUT [OPTIONS]")
         return "Usage: " + "\n       ".join(line.strip() for line in lines)
 
 
@@ -118,11 +119,10 @@ class Call:
 def call_and_print(call: Call) -> int:
     """Do it and print what the result says; status 1 where the result is a check that failed."""
     function = named(call.command.run)
-    run = getattr(function, "run", function)
-    accepted = inspect.signature(run).parameters
+    accepted = inspect.signature(function.run).parameters
     target = () if call.out is None else (call.out,)
     options = {key: value for key, value in {**call.run, **call.further}.items() if key in accepted}
-    return show(call, run(call.recipe, *target, **options))
+    return show(call, function.run(call.recipe, *target, **options))
 
 
 def show(call: Call, result: Any) -> int:
@@ -244,15 +244,18 @@ def flags(command: Command, recipe: type) -> dict[str, tuple[Any, Parameter]]:
         option = command.options.get(one.name, Option())
         read = None if option.hidden else option.type or _readable(hints[one.name])
         if one.name not in command.arguments and read is not None:
-            made[one.name] = (read, _described(option, docs[one.name], field_default(one)))
+            described = _described(option, one.name, read, docs[one.name], field_default(one))
+            made[one.name] = (read, described)
     made["set"] = (tuple[str, ...], Parameter(help=_SHARED["set"], metavar="KEY=VALUE"))
-    made |= {key: typing.get_args(annotated) for key, annotated in command.further.items()}
-    for key in (*command.run_options, "json", "quiet"):
-        made[key] = (_RUN_TYPES[key], _described(command.options.get(key, Option()), _SHARED[key], None))
+    further = command.further | {
+        key: (_RUN_TYPES[key], _SHARED[key]) for key in (*command.run_options, "json", "quiet")
+    }
+    for key, (read, doc) in further.items():
+        made[key] = (read, _described(command.options.get(key, Option()), key, read, doc, None))
     return made
 
 
-def _described(option: Option, doc: str, default: Any) -> Parameter:
+def _described(option: Option, key: str, read: Any, doc: str, default: Any) -> Parameter:
     help_text, said = _split(doc)
     if said is None and default is not None and default is not False and default not in ("", ()):
         said = str(default)
@@ -260,9 +263,14 @@ def _described(option: Option, doc: str, default: Any) -> Parameter:
         name=option.flag,
         help=option.help or help_text,
         show_default=said if said is not None else False,
-        metavar=option.metavar,
+        metavar=option.metavar or (_placeholder(key) if str in (read, *typing.get_args(read)) else None),
         consume_multiple=option.several or None,
     )
+
+
+def _placeholder(key: str) -> str:
+    """What stands for a text in the help: SIZE for --shard-size."""
+    return key.rpartition("_")[2].upper()
 
 
 def _parameter(key: str, read: Any, described: Parameter) -> inspect.Parameter:

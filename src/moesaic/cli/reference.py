@@ -22,7 +22,7 @@ def table(verb: str) -> str:
     rows = ["| option | default | meaning |", "|---|---|---|"]
     for key, (kind, described) in flags(command, named(command.recipe)).items():
         name = "".join(described.name or ()) or f"--{key.replace('_', '-')}"
-        value = "" if kind is bool else f" {described.metavar or _placeholder(kind, key)}"
+        value = "" if kind is bool else f" {described.metavar or _placeholder(kind)}"
         default = described.show_default if isinstance(described.show_default, str) else ""
         rows.append(f"| `{name}{value}` | {_cell(default)} | {_cell(described.help or '')}{_choices(kind)} |")
     return "\n".join(rows) + "\n"
@@ -33,8 +33,8 @@ def rewritten(text: str) -> str:
     return _TABLE.sub(lambda found: f"{found[1]}{table(found[2])}{found[3]}", text)
 
 
-def _placeholder(kind: object, key: str) -> str:
-    return "N" if int in (kind, *typing.get_args(kind)) else "X" if kind is float else key.rpartition("_")[2].upper()
+def _placeholder(kind: object) -> str:
+    return "CHOICE" if typing.get_origin(kind) is Literal else "X" if kind is float else "N"
 
 
 def _choices(kind: object) -> str:

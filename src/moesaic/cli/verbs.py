@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter
+from typing import Literal
 
 from moesaic.cli.build import Command, Option, build
 from moesaic.common.errors import MoesaicError
@@ -62,8 +60,6 @@ COMMANDS: dict[str, Command] = {
         options={
             "base": Option(read=_not_empty),
             "specialists": Option(flag="--specialist", metavar="NAME=PATH", type=tuple[str, ...], read=_specialists),
-            "layers": Option(metavar="LAYERS"),
-            "shard_size": Option(metavar="SIZE"),
         },
     ),
     "expand": Command(
@@ -81,12 +77,7 @@ COMMANDS: dict[str, Command] = {
             "arguments": "CKPT and OUT are both needed; with --config RECIPE.yaml, OUT alone",
             "experts": "--experts is needed: the number of routed experts per layer of the result",
         },
-        options={
-            "checkpoint": Option(metavar="CKPT"),
-            "utility_from": Option(metavar="FILE"),
-            "calibration": Option(metavar="DATA"),
-            "shard_size": Option(metavar="SIZE"),
-        },
+        options={"checkpoint": Option(metavar="CKPT"), "utility_from": Option(metavar="FILE")},
     ),
     "generate": Command(
         about="""Continue texts with a model, dense or mixture of experts: a look at what it can do.
@@ -100,7 +91,6 @@ COMMANDS: dict[str, Command] = {
         run="moesaic.generation:generate",
         arguments=("checkpoint", "prompt"),
         action="moesaic.cli.actions:generate",
-        options={"device": Option(metavar="DEVICE")},
     ),
     "select": Command(
         about="""Score the experts of a mixture-of-experts model on calibration text and choose the ones to keep.
@@ -119,9 +109,9 @@ COMMANDS: dict[str, Command] = {
         words=("CHECKPOINT OUT", "Folder or hub id, and the JSON file to write (with --by: a folder)."),
         options={"stats": Option(metavar="FILE"), "only": Option(hidden=True)},
         further={
-            "by": Annotated[str, Parameter(help="Make one selection for each value of this field, or mmlu_category.")],
-            "union": Annotated[bool, Parameter(help="Write the union of two selections.")],
-            "compare": Annotated[bool, Parameter(help="Say how far two selections agree.")],
+            "by": (str, "Make one selection for each value of this field, or mmlu_category."),
+            "union": (bool, "Write the union of two selections."),
+            "compare": (bool, "Say how far two selections agree."),
         },
         missing={
             "arguments": "select: expected CHECKPOINT OUT, got {count} paths",
@@ -171,13 +161,8 @@ Suites: divmoe15, divmoe8, emo-mc9, emo-gen5, mmlu-categories, mmlu-pro, gsm8k, 
         run="moesaic.evaluation.evaluate:evaluate",
         arguments=("checkpoint",),
         run_options=("overwrite", "dry_run"),
-        options={
-            "device": Option(metavar="DEVICE"),
-            "overwrite": Option(help="Begin the results file anew."),
-        },
-        further={
-            "out": Annotated[str, Parameter(help="Results file; a second call goes on where the first one stopped.")],
-        },
+        options={"overwrite": Option(help="Begin the results file anew.")},
+        further={"out": (str, "Results file; a second call goes on where the first one stopped.")},
         missing={"out": 'Command "eval" parameter --out requires an argument.'},
     ),
     "train": Command(
@@ -202,11 +187,118 @@ Suites: divmoe15, divmoe8, emo-mc9, emo-gen5, mmlu-categories, mmlu-pro, gsm8k, 
             "overwrite": Option(help="Remove the run or checkpoint in OUT first."),
             "dry_run": Option(help="Check the recipe and say what the run would need, but train nothing."),
         },
-        further={
-            "resume": Annotated[
-                bool, Parameter(help="Go on with the run in OUT; start fresh where there is nothing to resume.")
-            ],
-        },
+        further={"resume": (bool, "Go on with the run in OUT; start fresh where there is nothing to resume.")},
         action="moesaic.cli.actions:train",
+    ),
+    "export": Command(
+        about="""Write the same model in another family, layout, dtype or file format, for engines that do not know
+        ours.
+
+        A family is written only where it computes exactly the model; otherwise every rule that fails is named. Exit
+        status 1 if --check finds a difference that is more than rounding.""",
+        usage="moesaic export CHECKPOINT OUT [--to FAMILY] [OPTIONS]",
+        examples="""
+  moesaic export ./moe ./native --check
+  moesaic export ./moe ./native --to mixtral --layout fused --dtype float32
+  moesaic export allenai/Emo_1b14b_1T ./emo --to moesaic
+  moesaic export ./moe ./gguf --to gguf --llama-cpp ./llama.cpp""",
+        recipe="moesaic.exporting.recipe:ExportRecipe",
+        run="moesaic.exporting.run:export",
+        arguments=("checkpoint", "out"),
+        run_options=("workers", "overwrite", "dry_run"),
+        options={"to": Option(metavar="FAMILY"), "layout": Option(type=str)},
+        further={
+            "check": (bool, "Run both models on random and real tokens and compare the logits, in fp32."),
+            "text": (str, "UTF-8 text for --check. Default: docstrings of Python's own library."),
+            "device": (str, "Where --check runs, such as cpu or cuda:1. Default: cuda if there is one, else cpu."),
+            "llama_cpp": (str, "Folder of llama.cpp, for --to gguf. Default: $MOESAIC_LLAMA_CPP."),
+        },
+    ),
+    "compare": Command(
+        about="Put results of evaluations and training runs side by side, with intervals.",
+        usage="moesaic compare [NAME=]RUN... [--baseline NAME] [--format table|md|csv|json]",
+        examples="""
+  moesaic compare emo.results.json standard.results.json --baseline standard
+  moesaic compare emo=runs/emo-s0 emo=runs/emo-s1 standard=runs/std-s0 standard=runs/std-s1
+  moesaic compare E=runs/e up=runs/up mE=runs/me --gap-closure E up mE --format md""",
+        recipe="moesaic.comparison.recipe:CompareRecipe",
+        run="moesaic.comparison.compare:compare",
+        arguments=("runs",),
+        options={
+            "runs": Option(metavar="RUN"),
+            "gap": Option(flag="--gap-closure", metavar="SMALL UPCYCLED LARGE"),
+        },
+        further={"format": (Literal["table", "md", "csv", "json"], "How the tables are written. Default: table.")},
+        missing={"arguments": "compare: give at least one results file or training run"},
+        action="moesaic.cli.actions:compare",
+    ),
+    "inspect": Command(
+        about="""Run an MoE model on text and show what its routers do: load, domains, token clusters, experts.
+
+        Everything is computed from one pass; the numbers are in OUT, a summary is printed.""",
+        usage="moesaic inspect CKPT OUT --data DATA... [OPTIONS]",
+        examples="""
+  moesaic inspect ./moe ./looked --data math.jsonl --data code.jsonl
+  moesaic inspect ./emo ./looked --data corpus/ --domain-field domain --tokens 1M --against ./baseline""",
+        recipe="moesaic.analysis.recipe:InspectRecipe",
+        run="moesaic.analysis.inspect:inspect",
+        arguments=("checkpoint", "out"),
+        run_options=("overwrite", "dry_run"),
+        options={
+            "checkpoint": Option(metavar="CKPT"),
+            "out": Option(help="Folder to write; `moesaic report` reads it."),
+            "data": Option(metavar="DATA", several=True),
+            "against": Option(metavar="CKPT2"),
+            "dtype": Option(type=Literal["auto", "float32", "bfloat16", "float16"]),
+        },
+        action="moesaic.cli.actions:inspect",
+    ),
+    "report": Command(
+        about="""Write one self-contained HTML file: verdicts, expert load, domains, clusters, texts, learning curves,
+        results.
+
+        It needs no network and no server: open it in a browser, send it to somebody, keep it with the run.""",
+        usage="moesaic report RUN_OR_INSPECT... OUT.html [OPTIONS]",
+        examples="""
+  moesaic report ./inspected report.html
+  moesaic report ./emo-inspected ./baseline-inspected ./emo ./baseline results.json report.html""",
+        recipe="moesaic.reporting.recipe:ReportRecipe",
+        run="moesaic.reporting.report:report",
+        arguments=("inputs", "out"),
+        words=(
+            "RUN_OR_INSPECT OUT",
+            "Folders of `moesaic inspect` and `moesaic train`, results of `moesaic eval`; last the file to write.",
+        ),
+        run_options=("overwrite",),
+        missing={"arguments": "report: expected RUN_OR_INSPECT... OUT.html, got {count} paths"},
+    ),
+    "verify": Command(
+        about="""Say what an upcycled or expanded checkpoint preserves: the statement that applies and its measured
+        error.
+
+        Exit status 1 if the statement does not hold.""",
+        usage="moesaic verify SOURCE TARGET [OPTIONS]",
+        examples="""
+  moesaic verify ./base ./moe --text notes.txt --dtype float32""",
+        recipe="moesaic.verifying.recipe:VerifyRecipe",
+        run="moesaic.verifying.run:verify",
+        arguments=("source", "target"),
+        options={"text": Option(metavar="FILE")},
+        result_when_quiet=True,
+    ),
+    "plan": Command(
+        about="""Say what a checkpoint is, or what a recipe would make and cost, from headers alone.
+
+        Total and active parameters (with and without embeddings), bytes, FLOPs per token, peak memory, disk, download
+        size and expected minutes. Reads no weights and loads no model.""",
+        usage="moesaic plan RECIPE|CHECKPOINT [OPTIONS]",
+        examples="""
+  moesaic plan ./moe
+  moesaic plan recipe.yaml --json""",
+        recipe="moesaic.planning.recipe:PlanRecipe",
+        run="moesaic.planning.run:plan",
+        arguments=("source",),
+        options={"source": Option(metavar="RECIPE|CHECKPOINT")},
+        result_when_quiet=True,
     ),
 }
