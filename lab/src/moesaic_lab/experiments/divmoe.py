@@ -10,24 +10,18 @@ published one, two whole FFNs a token, and `btx_top1` the one of the same active
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from moesaic.common.yaml_text import dump_yaml
-from moesaic_lab.experiments.divmoe_tables import tables
 from moesaic_lab.plan import Plan, Step
-from moesaic_lab.rows import ROWS
-from moesaic_lab.scale import DivmoeMethod, DivmoeScale, Scale, TrainScale
-from moesaic_lab.writing import (
+from moesaic_lab.runs import (
     STAGE_SEED,
     Run,
     dense_config,
     domains_of,
     experiment_plan,
     premise_step,
-    task_command,
-    task_file,
+    task_step,
     train_step,
 )
-
-__all__ = ["NAME", "plan", "tables"]
+from moesaic_lab.scale import DivmoeMethod, DivmoeScale, Scale, TrainScale
 
 NAME = "divmoe"
 _BALANCE = {"balance": {"coefficient": 0.02, "scope": "global"}}
@@ -122,7 +116,10 @@ def _steps_of_seed(divmoe: DivmoeScale, domains: Sequence[str], seed: int, *, wi
         step = train_step(runs[-1], needs=(f"specialists-{seed}", longer.name))
         yield replace(step, commands=(command, *step.commands))
     if with_tasks:
-        yield _accuracy([base, *runs], domains, seed, needs=[f"specialists-{seed}", *(run.name for run in runs)])
+        models = {str(run.labels["model"]): run.folder for run in (base, *runs)}
+        needs = (f"specialists-{seed}", *(run.name for run in runs))
+        settings = {"checkpoints": models, "domains": list(domains)}
+        yield task_step("accuracy", f"accuracy-{seed}", settings, needs=needs, labels={"seed": seed})
 
 
 def dense_stages(divmoe: DivmoeScale, domains: Sequence[str], seed: int) -> tuple[Run, dict[str, Run]]:
@@ -199,19 +196,3 @@ def upcycle_command(
         return (*common, *options, "--experts", str(experts), *last)
     named = (word for name, run in specialists.items() for word in ("--specialist", f"{name}={run.folder}"))
     return (*common, *_FROM_SPECIALISTS[method], *named, *last)
-
-
-def _accuracy(runs: Sequence[Run], domains: Sequence[str], seed: int, *, needs: Sequence[str]) -> Step:
-    name = f"accuracy-{seed}"
-    settings = {
-        "checkpoints": {str(run.labels["model"]): run.folder for run in runs},
-        "rows": f"{ROWS}/{name}.jsonl",
-        "domains": list(domains),
-        "seed": seed,
-    }
-    return Step(
-        name=name,
-        commands=(task_command("accuracy", name),),
-        needs=tuple(needs),
-        files={task_file(name): dump_yaml(settings)},
-    )

@@ -5,25 +5,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moesaic.common.yaml_text import dump_yaml
-from moesaic_lab.experiments.emo_tables import nearest_to_5, tables
-from moesaic_lab.plan import Plan, Step
-from moesaic_lab.rows import ROWS
-from moesaic_lab.scale import EmoScale, Scale
-from moesaic_lab.writing import (
+from moesaic_lab.experiments.emo_results import nearest_to_5
+from moesaic_lab.plan import Plan, Step, train_file
+from moesaic_lab.runs import (
     PREPARE,
     STAGE_SEED,
     Run,
     dense_config,
     experiment_plan,
     premise_step,
-    task_command,
-    task_file,
-    train_file,
+    task_step,
     train_step,
 )
-
-__all__ = ["NAME", "plan", "tables"]
+from moesaic_lab.scale import EmoScale, Scale
 
 NAME = "emo"
 _MATCHED_SHARE = 0.25
@@ -56,8 +50,9 @@ def _steps_of_seed(emo: EmoScale, domains: Sequence[str], seed: int) -> Iterator
     for run in models.values():
         yield train_step(run)
     yield premise_step(models["dense"], domains, seed)
-    pools = {"run": models["emo"].folder, "steps": _POOL_STEPS, "labels": {"model": "emo"}}
-    yield _task("pools", f"pools-{seed}", pools | {"seed": seed}, needs=models["emo"].name)
+    pools = {"run": models["emo"].folder, "steps": _POOL_STEPS}
+    labels = {"model": "emo", "seed": seed}
+    yield task_step("pools", f"pools-{seed}", pools, needs=(models["emo"].name,), labels=labels)
     for name in ("standard", "emo"):
         step = _subsets(emo, name, models[name], domains, seed, documents=emo.documents, methods=emo.methods)
         yield step
@@ -156,13 +151,6 @@ _VARIANTS = {
 }
 
 
-def _task(task: str, name: str, settings: Mapping[str, Any], needs: str) -> Step:
-    values = {**settings, "rows": f"{ROWS}/{name}.jsonl"}
-    return Step(
-        name=name, commands=(task_command(task, name),), needs=(needs,), files={task_file(name): dump_yaml(values)}
-    )
-
-
 def _subsets(
     emo: EmoScale, name: str, run: Run, domains: Sequence[str], seed: int, *, documents: Sequence[int], methods: Any
 ) -> Step:
@@ -174,19 +162,18 @@ def _subsets(
         "shares": list(emo.shares),
         "documents": list(documents),
         "methods": list(methods),
-        "calibration_tokens": emo.model.sequence_length,
         "seed": seed,
-        "labels": {"model": name},
         "check_extracted": seed == 0,
     }
-    return _task("subsets", f"subsets-{run.name}", settings, needs=run.name)
+    labels = {"model": name, "seed": seed}
+    return task_step("subsets", f"subsets-{run.name}", settings, needs=(run.name,), labels=labels)
 
 
 def _inspect(emo: EmoScale, name: str, run: Run, domains: Sequence[str], seed: int) -> Step:
     """Clusters of tokens by their routing (section 5.3)."""
     folder = f"inspections/{run.name}"
-    settings = {"inspection": folder, "seed": seed, "labels": {"model": name}}
-    step = _task("inspected", f"inspect-{run.name}", settings, needs=run.name)
+    labels = {"model": name, "seed": seed}
+    step = task_step("inspected", f"inspect-{run.name}", {"inspection": folder}, needs=(run.name,), labels=labels)
     texts = (word for domain in domains for word in ("--data", train_file(domain)))
     inspect = (
         *("inspect", run.folder, folder, *texts, "--tokens", str(emo.inspect_tokens)),

@@ -11,12 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moesaic_lab.experiments.expand_tables import tables
 from moesaic_lab.plan import Plan, Step
+from moesaic_lab.runs import STAGE_SEED, Run, dense_config, experiment_plan, premise_step, train_file, train_step
 from moesaic_lab.scale import ExpandScale, Scale, TrainScale, Treatment
-from moesaic_lab.writing import STAGE_SEED, Run, dense_config, experiment_plan, premise_step, train_file, train_step
-
-__all__ = ["NAME", "plan", "tables"]
 
 NAME = "expand"
 _GROWTH = 2

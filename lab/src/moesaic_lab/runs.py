@@ -8,14 +8,12 @@ from typing import Any
 from moesaic.common.recipe import dump_recipe, load_recipe, recipe_values
 from moesaic.common.yaml_text import dump_yaml
 from moesaic.training.recipe import TrainRecipe
-from moesaic_lab.plan import REPORT, Plan, Step
-from moesaic_lab.rows import ROWS
-from moesaic_lab.scale import DataScale, ModelScale, Scale, TrainScale
-from moesaic_lab.world import DOMAINS
+from moesaic_lab.data import DOMAINS
+from moesaic_lab.plan import REPORT, TOKENIZER, Plan, Step, train_file, valid_file
+from moesaic_lab.scale import ModelScale, Scale, TrainScale
 
 PREPARE = "prepare"
 """Name of the first step: data and tokenizer."""
-TOKENIZER = "data/tokenizer"
 STAGE_SEED = 1000
 """Added to the seed of the data once or several times in later stages, so that none begins with what another has seen:
 documents come in an order that is a function of the seed and the number of their source."""
@@ -27,83 +25,6 @@ def domains_of(data: str | None) -> tuple[str, ...]:
         return tuple(DOMAINS)
     names = {path.name.removesuffix(".train.jsonl") for path in Path(data).glob("*.train.jsonl")}
     return tuple(sorted(name for name in names if (Path(data) / f"{name}.valid.jsonl").is_file()))
-
-
-def train_file(domain: str) -> str:
-    """Training documents, below the experiment's folder."""
-    return f"data/{domain}.train.jsonl"
-
-
-def valid_file(domain: str) -> str:
-    """Held-out documents that losses are measured on."""
-    return f"data/{domain}.valid.jsonl"
-
-
-def prepare_step(data: str | None, domains: Sequence[str], scale: DataScale, vocabulary: int) -> Step:
-    """Put data and tokenizer into the experiment's folder."""
-    settings = {
-        "data": data,
-        "domains": list(domains),
-        "documents": scale.documents,
-        "tasks": scale.tasks,
-        "held_out_size": scale.held_out_size,
-        "held_out_characters": scale.held_out_characters,
-        "vocabulary": vocabulary,
-    }
-    return Step(
-        name=PREPARE,
-        commands=(task_command("prepare", PREPARE),),
-        files={task_file(PREPARE): dump_yaml(settings)},
-    )
-
-
-def experiment_plan(
-    name: str,
-    scale: Scale,
-    data: str | None,
-    *,
-    parts: Mapping[str, object],
-    vocabulary: int,
-    seeds: int,
-    steps_of_seed: Callable[[Sequence[str], int], Iterable[Step]],
-    notices: Sequence[str] = (),
-) -> Plan:
-    """Data first, the steps of each seed, the report last.
-
-    Args:
-        name: of the experiment.
-        scale: its size.
-        data: folder of --data, or None.
-        parts: the parts of the scale that it uses, beside `data`, by name.
-        vocabulary: tokens of the tokenizer.
-        seeds: repetitions.
-        steps_of_seed: (domains, seed) -> steps.
-        notices: what the plan leaves out or changes, and why.
-    """
-    domains = domains_of(data)
-    steps = [prepare_step(data, domains, scale.data, vocabulary)]
-    for seed in range(seeds):
-        steps += steps_of_seed(domains, seed)
-    steps.append(Step(name=REPORT, commands=(("lab", "report", ".", "--quiet"),), needs=tuple(s.name for s in steps)))
-    return Plan(
-        experiment=name,
-        data=data,
-        domains=domains,
-        seeds=seeds,
-        scale={part: recipe_values(value) for part, value in {"data": scale.data, **parts}.items()},
-        steps=tuple(steps),
-        notices=(*((scale.undecided,) if scale.undecided else ()), *notices),
-    )
-
-
-def task_file(name: str) -> str:
-    """Where the settings of a task are."""
-    return f"recipes/{name}.yaml"
-
-
-def task_command(task: str, name: str) -> tuple[str, ...]:
-    """The command of a task whose settings are in `task_file(name)`."""
-    return ("lab", "task", task, task_file(name), "--quiet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,21 +117,75 @@ def train_step(*runs: Run, name: str | None = None, needs: Sequence[str] = (PREP
     )
 
 
-def premise_step(run: Run, domains: Sequence[str], seed: int) -> Step:
-    """Measure what the claims' premises are about, on a trained model."""
-    name = f"premise-{seed}"
-    settings = {
-        "checkpoint": run.folder,
-        "rows": f"{ROWS}/{name}.jsonl",
-        "domains": list(domains),
-        "sequence_length": run.shape.sequence_length,
-        "seed": seed,
-    }
+def task_step(
+    task: str,
+    name: str,
+    settings: Mapping[str, Any],
+    *,
+    needs: Sequence[str] = (),
+    labels: Mapping[str, Any] | None = None,
+) -> Step:
+    """Do a task of `moesaic lab task`.
+
+    Args:
+        task: its name.
+        name: of the step.
+        settings: keywords of the task.
+        needs: steps before.
+        labels: of every row that it gives, the seed first of all.
+    """
+    file = f"recipes/{name}.yaml"
     return Step(
         name=name,
-        commands=(task_command("premise", name),),
-        needs=(run.name,),
-        files={task_file(name): dump_yaml(settings)},
+        commands=(("lab", "task", task, file, "--quiet"),),
+        needs=tuple(needs),
+        files={file: dump_yaml({**settings, "labels": dict(labels or {})})},
+    )
+
+
+def premise_step(run: Run, domains: Sequence[str], seed: int) -> Step:
+    """Measure what the claims' premises are about, on a trained model."""
+    settings = {"checkpoint": run.folder, "domains": list(domains), "sequence_length": run.shape.sequence_length}
+    return task_step("premise", f"premise-{seed}", settings, needs=(run.name,), labels={"seed": seed})
+
+
+def experiment_plan(
+    name: str,
+    scale: Scale,
+    data: str | None,
+    *,
+    parts: Mapping[str, object],
+    vocabulary: int,
+    seeds: int,
+    steps_of_seed: Callable[[Sequence[str], int], Iterable[Step]],
+    notices: Sequence[str] = (),
+) -> Plan:
+    """Data first, the steps of each seed, the report last.
+
+    Args:
+        name: of the experiment.
+        scale: its size.
+        data: folder of --data, or None.
+        parts: the parts of the scale that it uses, beside `data`, by name.
+        vocabulary: tokens of the tokenizer.
+        seeds: repetitions.
+        steps_of_seed: (domains, seed) -> steps.
+        notices: what the plan leaves out or changes, and why.
+    """
+    domains = domains_of(data)
+    settings = {**recipe_values(scale.data), "data": data, "domains": list(domains), "vocabulary": vocabulary}
+    steps = [task_step("prepare", PREPARE, settings)]
+    for seed in range(seeds):
+        steps += steps_of_seed(domains, seed)
+    steps.append(Step(name=REPORT, commands=(("lab", "report", ".", "--quiet"),), needs=tuple(s.name for s in steps)))
+    return Plan(
+        experiment=name,
+        data=data,
+        domains=domains,
+        seeds=seeds,
+        scale={part: recipe_values(value) for part, value in {"data": scale.data, **parts}.items()},
+        steps=tuple(steps),
+        notices=(*((scale.undecided,) if scale.undecided else ()), *notices),
     )
 
 

@@ -1,26 +1,24 @@
-"""The tables of the experiment `expand`."""
+"""The tables and claims of the experiment `expand`."""
 
 from collections.abc import Sequence
 
 from moesaic.expansion.costs import cpt_of_share, saving
 from moesaic.expansion.measures import GapClosure, Interval, gap_closure
-from moesaic_lab.rows import Row
-from moesaic_lab.tables import Table, difference, interval_of, label_values, seed_values, show, where
+from moesaic_lab.claims import Claim, NotMeasuredError, Numbers, Premise, needing
+from moesaic_lab.results import Row, Table, difference, interval_of, label_values, seed_values, show, where
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Every table that there are numbers for."""
     final, first = where(rows, measure="loss"), where(rows, measure="first_loss")
     main = where(final, model="grown")
-    sizes = label_values(main, "from")
-    if not sizes:
+    if not main:
         return []
-    # The size that grows in every way and at every share; the others are there for the activation ratio.
-    small = max(sizes, key=lambda size: len(label_values(where(main, **{"from": size}), "treatment")))
+    small = main_size(main)
     grown, started = (where(some, model="grown", **{"from": small}) for some in (final, first))
     made = [
-        _fixed(final),
-        _jump(grown, started, where(final, model="before")),
+        _sizes(final),
+        _right_after(grown, started, where(final, model="before")),
         _losses(grown),
         _closure(grown, final, small),
         _pairs(grown),
@@ -30,7 +28,13 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     return [table for table in made if table.rows]
 
 
-def _fixed(final: Sequence[Row]) -> Table:
+def main_size(grown: Sequence[Row]) -> int:
+    """E that grows in every way and at every share; the others are there for the activation ratio."""
+    sizes = label_values(grown, "from")
+    return max(sizes, key=lambda size: len(label_values(where(grown, **{"from": size}), "treatment")), default=0)
+
+
+def _sizes(final: Sequence[Row]) -> Table:
     body = []
     fixed = where(final, model="fixed")
     for experts in sorted(label_values(fixed, "experts")):
@@ -47,7 +51,7 @@ def _by_share(grown: Sequence[Row]) -> list[tuple[float, str]]:
     return [(share, f"{share:g} ({cpt_of_share(share):.0%})") for share in sorted(label_values(grown, "share"))]
 
 
-def _jump(grown: Sequence[Row], started: Sequence[Row], before: Sequence[Row]) -> Table:
+def _right_after(grown: Sequence[Row], started: Sequence[Row], before: Sequence[Row]) -> Table:
     treatments = label_values(grown, "treatment")
     body = []
     for share, shown in _by_share(grown):
@@ -179,3 +183,149 @@ def _cost(rows: Sequence[Row], small: int, shares: Sequence[float]) -> Table:
         header=("tau/T", "saved"),
         rows=body,
     )
+
+
+_BOUND = 0.01
+"""Of the loss at the expansion, from the paper."""
+_OPEN = 0.1
+"""Share of the gap to fixed 2E that may stay open where it counts as closed."""
+
+
+def _fixed(n: Numbers, experts: int) -> float:
+    return n("loss", model="fixed", experts=experts)
+
+
+def _gap(n: Numbers) -> float:
+    return _fixed(n, _small(n)) - _fixed(n, 2 * _small(n))
+
+
+_WITH_GAP = Premise(name="twice the experts are better", figure="L_E - L_2E", effect=_gap)
+
+
+def _small(n: Numbers) -> int:
+    """E of the main comparison."""
+    return main_size(where(n.rows, measure="loss", model="grown"))
+
+
+def _grown(n: Numbers, treatment: str, share: float, measure: str = "loss", experts: int | None = None) -> float:
+    size = _small(n) if experts is None else experts
+    return n(measure, model="grown", treatment=treatment, share=share, **{"from": size})
+
+
+def _jump(n: Numbers, treatment: str) -> float:
+    """The rise of the loss at the expansion, at half of the steps."""
+    return _grown(n, treatment, 0.5, "first_loss") - n("loss", model="before", share=0.5, experts=_small(n))
+
+
+def _closed(n: Numbers, share: float) -> float:
+    """How far less than a tenth of the gap is left."""
+    return _OPEN * _gap(n) - (_grown(n, "gradient_norm", share) - _fixed(n, 2 * _small(n)))
+
+
+def _sparse(n: Numbers, experts: int) -> float:
+    return n("loss", model="sparse", **{"from": experts})
+
+
+def _widens(n: Numbers) -> float:
+    sizes = label_values(where(n.rows, model="sparse"), "from")
+    if len(sizes) < 2:
+        raise NotMeasuredError
+    few, many = (_sparse(n, size) - _grown(n, "gradient_norm", 0.5, experts=size) for size in (min(sizes), max(sizes)))
+    return many - few
+
+
+CLAIMS = (
+    Claim(
+        says="more experts at the same active size are better (there is a gap to close)",
+        place="section 1",
+        figure="L_E - L_mE",
+        effect=_gap,
+    ),
+    Claim(
+        says="the grown model starts far below a random one (1.38 against 10.5)",
+        place="section 5.1",
+        figure="first loss of fixed 2E minus first loss after growing at tau/T = 0.5",
+        effect=lambda n: (
+            n("first_loss", model="fixed", experts=2 * _small(n)) - _grown(n, "gradient_norm", 0.5, "first_loss")
+        ),
+    ),
+    Claim(
+        says="the loss rises by less than 0.01 at the expansion",
+        place="section 3",
+        figure="0.01 minus the rise, plain routing, tau/T = 0.5",
+        effect=lambda n: _BOUND - _jump(n, "gradient_norm"),
+        otherwise="not seen",
+    ),
+    Claim(
+        says="the same for our exact routing, which the paper calls unavailable",
+        place="section 3",
+        figure="0.01 minus the rise, one_per_copy_group, tau/T = 0.5",
+        effect=lambda n: _BOUND - _jump(n, "exact"),
+        otherwise="not seen",
+    ),
+    Claim(
+        says="sparse upcycling from a dense model does not reach fixed E",
+        place="section 5.2.3",
+        figure="loss of sparse upcycling minus loss of fixed E",
+        effect=lambda n: _sparse(n, _small(n)) - _fixed(n, _small(n)),
+    ),
+    Claim(
+        says="its disadvantage widens at lower activation ratios",
+        place="section 5.2.3",
+        figure="sparse minus expert upcycling at the lowest ratio, minus the same at the highest",
+        effect=_widens,
+    ),
+    *needing(
+        _WITH_GAP,
+        Claim(
+            says="at 100% CPT the gap to fixed 2E is closed",
+            place="section 5.1, abstract",
+            figure=f"{_OPEN} (L_E - L_2E) minus (L_grown - L_2E), tau/T = 0.5",
+            effect=lambda n: _closed(n, 0.5),
+            otherwise="not seen",
+        ),
+        Claim(
+            says="at 50% CPT too",
+            place="section 5.1",
+            figure=f"{_OPEN} (L_E - L_2E) minus (L_grown - L_2E), tau/T = 0.67",
+            effect=lambda n: _closed(n, 0.67),
+            otherwise="not seen",
+        ),
+        Claim(
+            says="more CPT closes more of the gap (34.7% at 10% to 98.0% at 100%)",
+            place="section 5.2.1",
+            figure="loss at tau/T = 0.91 minus loss at 0.5",
+            effect=lambda n: _grown(n, "gradient_norm", 0.91) - _grown(n, "gradient_norm", 0.5),
+        ),
+        Claim(
+            says="choosing by utility is better than uniform at 25% CPT (26.5% against 8.2%)",
+            place="section 5.2.2",
+            figure="loss of uniform minus loss of gradient norm, tau/T = 0.8",
+            effect=lambda n: _grown(n, "uniform", 0.8) - _grown(n, "gradient_norm", 0.8),
+        ),
+        Claim(
+            says="the same at 100% CPT",
+            place="section 5.2.2",
+            figure="loss of uniform minus loss of gradient norm, tau/T = 0.5",
+            effect=lambda n: _grown(n, "uniform", 0.5) - _grown(n, "gradient_norm", 0.5),
+        ),
+        Claim(
+            says="copies chosen by utility are better than random initialisation at 25% CPT",
+            place="section 5.2.2",
+            figure="loss of random minus loss of gradient norm, tau/T = 0.8",
+            effect=lambda n: _grown(n, "random", 0.8) - _grown(n, "gradient_norm", 0.8),
+        ),
+        Claim(
+            says="(ours) uniform copies are better than random duplicates of the same experts",
+            place="section 5.2.2",
+            figure="loss of random minus loss of uniform, tau/T = 0.8",
+            effect=lambda n: _grown(n, "random", 0.8) - _grown(n, "uniform", 0.8),
+        ),
+        Claim(
+            says="(ours) the exact expansion ends better than the plain one at 10% CPT",
+            place="methods.md, section 3",
+            figure="loss of plain minus loss of exact, tau/T = 0.91",
+            effect=lambda n: _grown(n, "gradient_norm", 0.91) - _grown(n, "exact", 0.91),
+        ),
+    ),
+)
