@@ -87,7 +87,7 @@ def _check_emo(out: Path) -> None:
     assert full == pytest.approx(_final(out, "emo-0"), abs=1e-6)  # measured here and by `train`
     cost = _table(out, "What fewer experts cost")["emo"]
     assert cost[2] == f"{_rise(out, 'emo'):.3f}"
-    tuned = [_final(out, f"tuned-emo-0-{domain}-25")[domain] for domain in full]
+    tuned = [_final(out, f"tuned-emo-{domain}-25-0")[domain] for domain in full]
     assert _table(out, "At equal memory")["25% of emo, fine-tuned"] == [f"{fmean(tuned):.3f}"]
     checks = _table(out, "Checks")
     assert checks["routings of tokens outside their document's pool"][0].startswith("0 of ")

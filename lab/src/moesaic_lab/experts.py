@@ -25,7 +25,7 @@ from moesaic.selection.selection import Selection, save_selection
 from moesaic.selection.statistics import load_statistics
 from moesaic.training.recipe import TrainRecipe
 from moesaic_lab.measure import held_out_loss, held_out_sets
-from moesaic_lab.plan import train_file
+from moesaic_lab.plan import selection_file, train_file
 from moesaic_lab.results import Row
 
 _CLUSTERS = ("purity", "nmi", "silhouette", "concentration", "concentration_by_chance")
@@ -100,11 +100,6 @@ def _choices(
         for method in methods:
             if method != "random" or number == documents[0]:
                 yield from ((number, method, share) for share in shares)
-
-
-def selection_file(folder: str, domain: str, documents: int, share: float) -> Path:
-    """Where the selection by `router` is kept, for `extract`."""
-    return Path(folder) / f"{domain}-{documents}-{100 * share:g}.json"
 
 
 def _similarities(files: Sequence[Path]) -> Iterator[Row]:

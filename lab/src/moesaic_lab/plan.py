@@ -154,3 +154,8 @@ def train_file(domain: str) -> str:
 def valid_file(domain: str) -> str:
     """Held-out documents that losses are measured on."""
     return f"data/{domain}.valid.jsonl"
+
+
+def selection_file(folder: str, domain: str, documents: int, share: float) -> str:
+    """Where the selection by `router` is kept, for `extract`."""
+    return f"{folder}/{domain}-{documents}-{100 * share:g}.json"

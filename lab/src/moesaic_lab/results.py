@@ -5,11 +5,11 @@ A row is a JSON object with a value, what was measured, the seed, and any labels
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeVar
 
 from moesaic.checkpoint.pio import write_file
 from moesaic.expansion.measures import Interval, mean_interval
@@ -164,6 +164,24 @@ def pivot(
         body.append((*("" if value is None else str(value) for value in key), *(show(interval_of(c)) for c in cells)))
     header = (*down, *map(str, columns), *([mean] if mean else []))
     return Table(title=title, note=note, header=header, rows=tuple(body))
+
+
+_Down = TypeVar("_Down")
+_Across = TypeVar("_Across")
+
+
+def grid(
+    *,
+    title: str,
+    note: str,
+    corner: str,
+    down: Mapping[str, _Down],
+    across: Mapping[str, _Across],
+    cell: Callable[[_Down, _Across], str],
+) -> Table:
+    """A row per entry of `down`, a column per entry of `across`: what is shown -> what `cell` gets."""
+    body = tuple((shown, *(cell(row, column) for column in across.values())) for shown, row in down.items())
+    return Table(title=title, note=note, header=(corner, *across), rows=body)
 
 
 def by_model(

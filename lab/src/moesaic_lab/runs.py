@@ -12,6 +12,8 @@ from moesaic_lab.data import DOMAINS
 from moesaic_lab.plan import REPORT, TOKENIZER, Plan, Step, train_file, valid_file
 from moesaic_lab.scale import ModelScale, Scale, TrainScale
 
+Command = tuple[str, ...]
+"""Arguments of `moesaic`."""
 PREPARE = "prepare"
 """Name of the first step: data and tokenizer."""
 STAGE_SEED = 1000
@@ -41,9 +43,10 @@ class Run:
     measured: Sequence[str]
     """Domains whose held-out loss is measured."""
     seed: int
+    """Of the data's order and of new weights."""
     labels: Mapping[str, Any]
-    """What the results call it, beside the seed."""
-    tokens_before: int = 0
+    """What the results call it, the seed of the experiment included."""
+    tokens_before: int
     """That the model has seen in earlier runs, its specialists' included."""
     more: Mapping[str, Any]
     """Other keys of the recipe; `optimizer` is merged."""
@@ -64,18 +67,19 @@ class Run:
         return self.train.whole_tokens
 
     @property
-    def command(self) -> tuple[str, ...]:
-        """What runs it."""
-        return ("train", self.file, self.folder, "--resume", "--quiet")
+    def tokens_after(self) -> int:
+        """That the model has seen at its end."""
+        return self.tokens_before + self.tokens
 
     @property
-    def _micro_sequences(self) -> int:
-        return self.train.micro_sequences or self.train.batch_tokens // self.shape.sequence_length
+    def command(self) -> Command:
+        """What runs it."""
+        return ("train", self.file, self.folder, "--resume", "--quiet")
 
     def recipe(self) -> str:
         """The recipe, resolved."""
         train, more = self.train, dict(self.more)
-        steps = train.steps
+        steps, whole = train.steps, train.batch_tokens // self.shape.sequence_length
         optimizer = {
             "lr": train.lr,
             "min_lr": train.lr / 10,
@@ -91,7 +95,7 @@ class Run:
                 "validation": [{"path": valid_file(domain), "domain": domain} for domain in self.measured],
             },
             "optimizer": optimizer,
-            "batch": {"tokens": train.batch_tokens, "micro_sequences": self._micro_sequences},
+            "batch": {"tokens": train.batch_tokens, "micro_sequences": train.micro_sequences or whole},
             "budget": {"steps": steps},
             "validation": {"every_steps": max(1, steps // CURVE_POINTS)},
             "checkpoint": {"every_steps": max(1, steps // 5), "keep": 1},
@@ -105,14 +109,61 @@ CURVE_POINTS = 10
 """Times that held-out losses are measured in a run, beside the first and the last step: the learning curves."""
 
 
-def train_step(*runs: Run, name: str | None = None, needs: Sequence[str] = (PREPARE,)) -> Step:
-    """Train one after the other in one process."""
+@dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """What all runs of one seed share."""
+
+    shape: ModelScale
+    domains: Sequence[str]
+    seed: int
+
+    def run(
+        self,
+        name: str,
+        model: str | Mapping[str, Any],
+        train: TrainScale,
+        *,
+        stage: int = 0,
+        before: int = 0,
+        only: str | None = None,
+        labels: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> Run:
+        """A run whose name ends with the seed.
+
+        Args:
+            name: without the seed; also what the results call the model, unless `labels` say it.
+            model: folder, or `{family, config, moe}`.
+            train: its length and rates.
+            stage: 1 and more draw other data than 0.
+            before: tokens that the model has seen.
+            only: train on this domain alone.
+            labels: further ones.
+            more: other keys of the recipe.
+        """
+        return Run(
+            name=f"{name}-{self.seed}",
+            model=model,
+            train=train,
+            shape=self.shape,
+            sources=self.domains if only is None else (only,),
+            measured=self.domains,
+            seed=self.seed + stage * STAGE_SEED,
+            labels={"seed": self.seed, "model": name, **(labels or {})},
+            tokens_before=before,
+            more=more,
+        )
+
+
+def train_step(*parts: Run | Command, name: str | None = None, needs: Sequence[str] = (PREPARE,)) -> Step:
+    """Do runs and other commands one after the other in one process; it is called after its first run."""
+    runs = [part for part in parts if isinstance(part, Run)]
     return Step(
         name=name or runs[0].name,
-        commands=tuple(run.command for run in runs),
+        commands=tuple(part.command if isinstance(part, Run) else part for part in parts),
         needs=tuple(needs),
         files={run.file: run.recipe() for run in runs},
-        runs={run.folder: {"seed": run.seed, **run.labels, "tokens_before": run.tokens_before} for run in runs},
+        runs={run.folder: {**run.labels, "tokens_before": run.tokens_before} for run in runs},
         tokens=sum(run.tokens for run in runs),
     )
 
