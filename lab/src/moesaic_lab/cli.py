@@ -1,6 +1,5 @@
 """`moesaic lab`."""
 
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,16 +12,8 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.yaml_text import parse_yaml
 
 _SEEDS = 3
-_TASKS = {
-    "prepare": "moesaic_lab.data",
-    "measure": "moesaic_lab.measure",
-    "premise": "moesaic_lab.measure",
-    "accuracy": "moesaic_lab.measure",
-    "subsets": "moesaic_lab.experts",
-    "pools": "moesaic_lab.experts",
-    "inspected": "moesaic_lab.experts",
-}
-"""Task -> the module that has a function of its name. Its keywords are the settings; it gives rows, or None."""
+_TASKS = ("prepare", "measure", "premise", "accuracy", "subsets", "pools", "inspected")
+"""Functions of `data` and `tasks`: the keywords are the settings; they give rows, or None."""
 
 app = App(
     name="lab",
@@ -123,11 +114,12 @@ def task(
     """Do a step of an experiment that is not a verb; the commands of `lab run` use it."""
     if name not in _TASKS:
         raise MoesaicError(f"lab task {name}: not one of {', '.join(_TASKS)}")
+    from moesaic_lab import data, tasks
     from moesaic_lab.plan import ROWS
     from moesaic_lab.results import write_rows
 
     keywords = parse_yaml(settings.read_text(encoding="utf-8"), str(settings))
     labels = keywords.pop("labels")
-    rows = getattr(import_module(_TASKS[name]), name)(**keywords)
+    rows = getattr(data if name == "prepare" else tasks, name)(**keywords)
     if rows is not None:
         write_rows(Path(ROWS) / f"{settings.stem}.jsonl", ({**labels, **row} for row in rows))

@@ -138,9 +138,8 @@ def pivot(
     *,
     title: str,
     note: str,
-    down: Sequence[str],
-    across: str,
-    mean: str | None = None,
+    down: Sequence[str] = ("model",),
+    across: str = "domain",
 ) -> Table:
     """A row per combination of the labels `down`, a column per value of `across`.
 
@@ -149,10 +148,9 @@ def pivot(
         title: of the table.
         note: what it shows.
         down: labels of the rows, which come in the order of their first row.
-        across: label of the columns.
-        mean: header of a last column over all columns; None has no such column.
+        across: label of the columns; after domains, a last one has their mean.
     """
-    columns = label_values(rows, across)
+    columns, mean = label_values(rows, across), ("mean",) if across == "domain" else ()
     order = {label: [None, *label_values(rows, label)] for label in down}
     found = dict.fromkeys(tuple(row.get(label) for label in down) for row in rows)
     body = []
@@ -162,7 +160,7 @@ def pivot(
         mine = where(rows, **dict(zip(down, key, strict=True)))
         cells = [where(mine, **{across: column}) for column in columns] + ([mine] if mean else [])
         body.append((*("" if value is None else str(value) for value in key), *(show(interval_of(c)) for c in cells)))
-    header = (*down, *map(str, columns), *([mean] if mean else []))
+    header = (*down, *map(str, columns), *mean)
     return Table(title=title, note=note, header=header, rows=tuple(body))
 
 

@@ -40,7 +40,7 @@ def test_pivot():
         _row(0, 2.0, model="a", domain="y"),
         _row(0, 4.0, model="b", domain="y"),
     ]
-    table = pivot(rows, title="t", note="n", down=("model",), across="domain", mean="mean")
+    table = pivot(rows, title="t", note="n")
     assert table.header == ("model", "x", "y", "mean")
     assert table.rows == (("b", "1.000", "4.000", "2.500"), ("a", "", "2.000", "2.000"))
 

@@ -7,8 +7,7 @@ import torch
 from moesaic.common.errors import MoesaicError
 from moesaic.routing.types import RoutingContext, RoutingDecision
 from moesaic_lab.data import prepare, texts_of
-from moesaic_lab.experts import violations
-from moesaic_lab.measure import frequencies
+from moesaic_lab.tasks import frequencies, violations
 
 
 def _decision(ids_TK, allowed_TE):

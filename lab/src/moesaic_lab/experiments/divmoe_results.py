@@ -35,18 +35,12 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             where(rows, measure="loss", stage="dense"),
             title="Before: the dense base and its specialists",
             note="Held-out loss in nats per token.",
-            down=("model",),
-            across="domain",
-            mean="mean",
         ),
         pivot(
             final,
             title="After the joint stage",
             note="Held-out loss in nats per token; all models with the same tokens, optimizer and steps, and all but "
             "`btx`, whose tokens use two whole FFNs, with the same active size.",
-            down=("model",),
-            across="domain",
-            mean="mean",
         ),
         _against(final, first),
         _ablations(final, first),
@@ -54,9 +48,6 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             _ordered(where(rows, measure="accuracy")),
             title="Accuracy on held-out questions",
             note="Share of multiple-choice questions whose right answer has the lowest loss per byte.",
-            down=("model",),
-            across="domain",
-            mean="mean",
         ),
         by_model(
             _ordered(where(rows, stage="joint")),

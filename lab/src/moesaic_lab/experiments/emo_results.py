@@ -30,9 +30,6 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             title="From scratch on the same tokens",
             note="Held-out loss in nats per token after training, with all experts. `annealing`, where it was run, is "
             "not from scratch: it goes on from `standard`, with pools, on more tokens.",
-            down=("model",),
-            across="domain",
-            mean="mean",
         ),
         _increase(subsets),
         pivot(
@@ -47,23 +44,18 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             title="Each domain",
             note="Held-out loss with a share of the experts, chosen by router on 5 documents of the domain.",
             down=("model", "share"),
-            across="domain",
-            mean="mean",
         ),
         pivot(
             where(rows, measure="loss", stage="tuned"),
             title="After fine-tuning on one domain",
             note="Held-out loss of that domain; experts chosen by router on 5 documents, share 1.0 is the full model.",
             down=("model", "share"),
-            across="domain",
-            mean="mean",
         ),
         _memory_matched(rows, trained, subsets),
         pivot(
             where(rows, measure="domain_similarity"),
             title="Do domains use different experts?",
             note="Cosine of the domains' mean router probabilities, mean over pairs of domains. Columns: MoE layer.",
-            down=("model",),
             across="layer",
         ),
         by_model(
@@ -89,7 +81,6 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             title="Each method, number of documents and domain",
             note="The same by domain.",
             down=("model", "share", "method", "documents"),
-            across="domain",
         ),
     ]
     return [table for table in made if table.rows]
