@@ -14,7 +14,6 @@ from moesaic.modeling import register as _register
 
 if TYPE_CHECKING:
     from moesaic.analysis.inspecting import inspect
-    from moesaic.api import upcycle
     from moesaic.comparison.comparing import compare
     from moesaic.evaluation.evaluating import evaluate
     from moesaic.expansion.api import expand
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from moesaic.selection.restriction import restrict
     from moesaic.selection.selecting import select
     from moesaic.training.api import train
+    from moesaic.upcycling.run import upcycle
     from moesaic.verifying import verify
 
 __all__ = [
@@ -70,7 +70,7 @@ _FUNCTIONS = {
     "restrict": "moesaic.selection.restriction",
     "select": "moesaic.selection.selecting",
     "train": "moesaic.training.api",
-    "upcycle": "moesaic.api",
+    "upcycle": "moesaic.upcycling.run",
     "verify": "moesaic.verifying",
 }
 
