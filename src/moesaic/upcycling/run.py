@@ -1,13 +1,16 @@
 """The verb `upcycle`."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.layout import parse_size
 from moesaic.checkpoint.write import NewCheckpoint, check_output, check_sources, write
+from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice
+from moesaic.common.verbs import verb
 from moesaic.common.workers import default_workers
 from moesaic.modeling.names import code_files
 from moesaic.upcycling.layers import new_tensors, used_tensors
@@ -21,30 +24,28 @@ Hashes = list[dict[str, str]]
 """Per source (base first): tensor name -> hash of its bytes."""
 
 
+def named_specialists(given: Any) -> list[dict[str, str]]:
+    """Short name -> folder or hub id, as Python callers give them, in the recipe's form."""
+    if given is not None and not isinstance(given, Mapping):
+        raise MoesaicError(f"expected short names and folders, such as {{'math': './math'}}, got {given!r}")
+    return [{"name": name, "path": str(path)} for name, path in (given or {}).items()]
+
+
+@verb(UpcycleRecipe, positional=("base",), out=True, convert={"specialists": named_specialists})
 def upcycle(
     recipe: UpcycleRecipe,
     out: str | Path,
     *,
     overwrite: bool = False,
     dry_run: bool = False,
-    quiet: bool = False,
+    quiet: bool = True,
     workers: int | None = None,
 ) -> UpcycleResult:
-    """Convert a dense checkpoint (and its specialists) to a mixture-of-experts checkpoint.
+    """Turn a dense checkpoint, or a base and its specialists, into a mixture-of-experts checkpoint.
 
     Everything that can be refused from headers is refused first; then all sources are read once (NaN, hashes); then the
-    result is streamed to a hidden folder beside `out`, which is renamed when it is complete and synced.
-
-    Args:
-        recipe: what to make.
-        out: the folder to write.
-        overwrite: replace `out` if it is a checkpoint; it stays intact until the new one is complete.
-        dry_run: resolve and check only; nothing is written.
-        quiet: no progress and no notices.
-        workers: threads; default: one per core, at most 8. The bytes written do not depend on it.
-
-    Returns:
-        What was made (or would be).
+    result is streamed to a hidden folder beside `out`, which is renamed when it is complete and synced. In Python,
+    `specialists` is a mapping: short name -> folder or hub id, in the order of their experts.
 
     Raises:
         MoesaicError: a mistake in the recipe or the sources, a full disk, a target that exists.
