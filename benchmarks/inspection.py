@@ -97,7 +97,6 @@ def capture_cost(documents: int, rounds: int) -> None:
             ids=draw.integers(0, 8192, 100, dtype=np.uint32),
             text="",
             stops=np.full(100, -1, dtype=np.int32),
-            length=100,
         )
         for index in range(documents)
     )

@@ -38,7 +38,6 @@ def made_up_sample(lengths: list[int], domains: list[int], *, vocabulary: int = 
             ids=draw.integers(0, vocabulary, length).astype(np.uint32),
             text="x" * length,
             stops=np.arange(1, length + 1, dtype=np.int32),
-            length=length,
         )
         for index, (length, domain) in enumerate(zip(lengths, domains, strict=True))
     )

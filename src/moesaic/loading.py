@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moesaic.checkpoint.provenance import VOCABULARY_FILES, read_provenance, side_files
-from moesaic.checkpoint.source import load_json, open_checkpoint
+from moesaic.checkpoint.headers import VOCABULARY_FILES, load_json
+from moesaic.checkpoint.record import read_provenance, side_files
+from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import warn
 from moesaic.families.moe_table import way_out

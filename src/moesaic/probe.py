@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from moesaic.checkpoint.provenance import TOKENIZER_FILES, side_files
+from moesaic.checkpoint.headers import TOKENIZER_FILES
+from moesaic.checkpoint.record import side_files
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.loading import load_tokenizer

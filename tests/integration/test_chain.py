@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moesaic.checkpoint.provenance import fingerprint
+from moesaic.checkpoint.record import fingerprint
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.cli import app as cli
 from moesaic.loading import load

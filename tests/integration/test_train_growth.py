@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import moesaic
-from moesaic.checkpoint.provenance import write_provenance
+from moesaic.checkpoint.record import write_provenance
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.data.dataset import PackedDataset
@@ -67,7 +67,7 @@ def offline(before: Path, out: Path, record: dict[str, Any], **settings: Any) ->
 
 
 def moesaic_hash(folder: Path) -> str:
-    from moesaic.checkpoint.provenance import source_record
+    from moesaic.checkpoint.record import source_record
     from moesaic.checkpoint.source import open_checkpoint
 
     return source_record(open_checkpoint(folder), None)["config_hash"]

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from moesaic.checkpoint.provenance import write_provenance
+from moesaic.checkpoint.record import write_provenance
 from moesaic.common.errors import MoesaicError
 from moesaic.generation import generate
 from moesaic.loading import load, load_tokenizer, pick_device, pick_dtype

@@ -9,8 +9,11 @@ from moesaic.checkpoint.pio import check_file
 from moesaic.cli.options import DryRun, Json, Quiet
 from moesaic.cli.output import print_result
 from moesaic.common.errors import MoesaicError
+from moesaic.common.yaml_text import parse_yaml
 
 _SEEDS = 3
+_TASKS = ("prepare", "measure", "premise", "accuracy", "subsets", "pools", "inspected")
+"""Functions of `data` and `tasks`: the keywords are the settings; they give rows, or None."""
 
 app = App(
     name="lab",
@@ -72,7 +75,7 @@ def run(
     OUT gets every recipe (recipes/), every command (commands.sh), all runs, the numbers (results.jsonl) and the tables
     (report.md).
     """
-    from moesaic_lab.run import run_experiment
+    from moesaic_lab.workflow import run_experiment
 
     finding = run_experiment(name, out, data=data, scale=scale, seeds=seeds, jobs=jobs, dry_run=dry_run, quiet=quiet)
     print_result(() if quiet else finding.lines, finding.summary, as_json=json)
@@ -109,8 +112,14 @@ def task(
     quiet: Quiet = False,  # noqa: ARG001 (every verb takes it)
 ) -> None:
     """Do a step of an experiment that is not a verb; the commands of `lab run` use it."""
-    from moesaic_lab.tasks.run import TASKS, run_task
+    if name not in _TASKS:
+        raise MoesaicError(f"lab task {name}: not one of {', '.join(_TASKS)}")
+    from moesaic_lab import data, tasks
+    from moesaic_lab.plan import ROWS
+    from moesaic_lab.results import write_rows
 
-    if name not in TASKS:
-        raise MoesaicError(f"lab task {name}: not one of {', '.join(TASKS)}")
-    run_task(name, settings)
+    keywords = parse_yaml(settings.read_text(encoding="utf-8"), str(settings))
+    labels = keywords.pop("labels")
+    rows = getattr(data if name == "prepare" else tasks, name)(**keywords)
+    if rows is not None:
+        write_rows(Path(ROWS) / f"{settings.stem}.jsonl", ({**labels, **row} for row in rows))

@@ -7,13 +7,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moesaic.checkpoint.headers import load_json
 from moesaic.checkpoint.pio import explained, write_file
-from moesaic.checkpoint.source import load_json
 from moesaic.common.errors import MoesaicError
 
 PLAN_FILE = "plan.json"
 COMMANDS_FILE = "commands.sh"
 FORMAT = "moesaic-lab/1"
+ROWS = "rows"
+"""Folder of the rows that tasks write."""
+TOKENIZER = "data/tokenizer"
+REPORT = "report"
+"""Name of the last step."""
 ENVIRONMENT = {"MOESAIC_CACHE": "cache", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 """Of every step: the experiment's own token cache, one thread, no network."""
 
@@ -132,10 +137,6 @@ def check_folder(plan: Plan, out: Path) -> None:
             )
 
 
-REPORT = "report"
-"""Name of the last step."""
-
-
 def _script(steps: Iterable[Step]) -> str:
     """What `moesaic lab run` runs, for people who want to run a part of it by hand."""
     lines = ["#!/bin/sh", "# Every command of this experiment, to be run in this folder.", "set -e"]
@@ -143,3 +144,18 @@ def _script(steps: Iterable[Step]) -> str:
     for step in steps:
         lines += ["", f"# {step.name}", *(f"moesaic {shlex.join(command)}" for command in step.commands)]
     return "\n".join(lines) + "\n"
+
+
+def train_file(domain: str) -> str:
+    """Training documents, below the experiment's folder."""
+    return f"data/{domain}.train.jsonl"
+
+
+def valid_file(domain: str) -> str:
+    """Held-out documents that losses are measured on."""
+    return f"data/{domain}.valid.jsonl"
+
+
+def selection_file(folder: str, domain: str, documents: int, share: float) -> str:
+    """Where the selection by `router` is kept, for `extract`."""
+    return f"{folder}/{domain}-{documents}-{100 * share:g}.json"

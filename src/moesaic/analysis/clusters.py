@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from jaxtyping import Float, Float32, Float64, Int
 from numpy import ndarray
 
@@ -25,10 +24,10 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
 from moesaic.routing.capture import Scoring
 
-CLUSTERS = 32
 SILHOUETTE_TOKENS = 10_000
 VARIANCE = 0.95
 SAMPLE_ROWS = 20_000
+"""Starts are tried on so many: about 600 for each of 32 clusters, which is enough to tell a bad start."""
 RESTARTS = 3
 MOST_ITERATIONS = 50
 TOLERANCE = 1e-5
@@ -90,20 +89,14 @@ def cluster_tokens(
     mean_F: Float64[ndarray, " features"],
     scratch: Path,
     *,
-    clusters: int = CLUSTERS,
+    clusters: int = 32,
     seed: int,
     quiet: bool = True,
 ) -> TokenClusters | str:
     """Cluster the tokens of a capture; where that cannot be done, the reason.
 
-    Args:
-        capture: the routers' logits.
-        scoring: what turns them into probabilities.
-        mean_F: mean of the features over all tokens.
-        scratch: a file to make and remove: 4 bytes per token and component.
-        clusters: their number.
-        seed: of the starts and of the silhouette's sample.
-        quiet: print no progress.
+    `mean_F` is the mean of the features over all tokens, `scratch` a file to make and remove (4 bytes per token and
+    component); the seed is that of the starts and of the silhouette's sample.
     """
     tokens, layers, experts = capture.logits.shape
     if tokens < clusters:
@@ -352,23 +345,14 @@ def mutual_information(cluster_T: Int[ndarray, " tokens"], domain_T: Int[ndarray
     return float(normalized_mutual_info_score(domain_T, cluster_T))
 
 
-def document_table(
-    cluster_T: Int[ndarray, " tokens"], document_T: Int[ndarray, " tokens"], documents: int, clusters: int
-) -> Int[ndarray, "documents clusters"]:
-    """Tokens of each document in each cluster."""
-    cell_T = document_T.astype(np.int64) * clusters + cluster_T
-    return np.bincount(cell_T, minlength=documents * clusters).reshape(documents, clusters)
+def cross_table(
+    row_T: Int[ndarray, " tokens"], column_T: Int[ndarray, " tokens"], rows: int, columns: int
+) -> Int[ndarray, "rows columns"]:
+    """Tokens of each row (document, token string) in each column (cluster)."""
+    cell_T = row_T.astype(np.int64) * columns + column_T
+    return np.bincount(cell_T, minlength=rows * columns).reshape(rows, columns)
 
 
 def concentration(table_DC: Int[ndarray, "documents clusters"]) -> Float[ndarray, " documents"]:
     """Share of each document's tokens in its main cluster."""
     return table_DC.max(axis=1) / table_DC.sum(axis=1)
-
-
-def string_counts(
-    cluster_T: Int[ndarray, " tokens"], string_T: Int[ndarray, " tokens"], strings: int, clusters: int
-) -> Int[ndarray, "vocabulary clusters"]:
-    """How often each token string is in each cluster; the string number `strings` is none."""
-    cell_T = torch.from_numpy(string_T) * clusters + torch.from_numpy(cluster_T.astype(np.int64))
-    counts = cell_T.bincount(minlength=(strings + 1) * clusters)
-    return counts.view(strings + 1, clusters)[:-1].numpy()

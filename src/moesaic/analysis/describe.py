@@ -13,14 +13,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from moesaic.analysis.capture import Capture
-from moesaic.analysis.clusters import (
-    TokenClusters,
-    concentration,
-    document_table,
-    mutual_information,
-    purity,
-    string_counts,
-)
+from moesaic.analysis.clusters import TokenClusters, concentration, cross_table, mutual_information, purity
 from moesaic.analysis.documents import Sample, Vocabulary, token_strings
 from moesaic.analysis.inspection import (
     CentralToken,
@@ -57,15 +50,15 @@ class Source:
 
 def describe_clusters(source: Source, found: TokenClusters, *, seed: int) -> Clustering:
     """The clusters in words and numbers."""
-    sample, clusters = source.sample, found.clusters
+    sample, vocabulary, clusters = source.sample, source.vocabulary, found.clusters
     number = len(clusters.centres_CP)
     document_T = sample.document_T
     domain_T = sample.domain_D[document_T]
-    table_DC = document_table(clusters.cluster_T, document_T, len(sample.documents), number)
-    domains_CN = document_table(domain_T, clusters.cluster_T, number, len(sample.domains))
+    table_DC = cross_table(document_T, clusters.cluster_T, len(sample.documents), number)
+    domains_CN = cross_table(clusters.cluster_T, domain_T, number, len(sample.domains))
     shuffled_T = np.random.default_rng(seed).permutation(clusters.cluster_T)
-    chance_DC = document_table(shuffled_T, document_T, len(sample.documents), number)
-    strings_VC = string_counts(clusters.cluster_T, source.vocabulary.index_T, len(source.vocabulary.ids_V), number)
+    chance_DC = cross_table(document_T, shuffled_T, len(sample.documents), number)
+    strings_VC = cross_table(vocabulary.index_T, clusters.cluster_T, len(vocabulary.ids_V) + 1, number)[:-1]
     return Clustering(
         clusters=tuple(
             Cluster(
@@ -127,7 +120,7 @@ def describe_documents(sample: Sample, cluster_T: Int[ndarray, " tokens"]) -> tu
     """Every document, with the cluster of most of its tokens."""
     has_clusters = bool(cluster_T.min() >= 0)
     number = int(cluster_T.max()) + 1 if has_clusters else 1
-    table_DC = document_table(cluster_T.clip(min=0), sample.document_T, len(sample.documents), number)
+    table_DC = cross_table(sample.document_T, cluster_T.clip(min=0), len(sample.documents), number)
     main_D, share_D = table_DC.argmax(axis=1), concentration(table_DC)
     return tuple(
         Document(

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from moesaic.analysis.inspection import Document, ExpertCard, Inspection, Reader, Statistics
+from moesaic.checkpoint.headers import load_json
 from moesaic.checkpoint.pio import explained
-from moesaic.checkpoint.source import load_json
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe, recipe_values
 
@@ -79,7 +79,9 @@ def read_inspection(folder: str | Path) -> Inspection:
             the others.
     """
     path = Path(folder)
-    facts = load_json(_existing(path))
+    if not is_inspection(path):
+        raise MoesaicError(f"{path}: not a folder that `moesaic inspect` wrote (it has no {_FACTS})")
+    facts = load_json(path / _FACTS)
     if (found := facts.pop("format", None)) != FORMAT:
         raise MoesaicError(f"{path / _FACTS}: format is {found!r}, expected {FORMAT!r}; run `moesaic inspect` again")
     documents = _load(_Documents, path / _DOCUMENTS).documents
@@ -99,12 +101,6 @@ def read_inspection(folder: str | Path) -> Inspection:
 def is_inspection(folder: str | Path) -> bool:
     """Whether a folder looks like one that `moesaic inspect` wrote."""
     return (Path(folder) / _FACTS).is_file()
-
-
-def _existing(path: Path) -> Path:
-    if not is_inspection(path):
-        raise MoesaicError(f"{path}: not a folder that `moesaic inspect` wrote (it has no {_FACTS})")
-    return path / _FACTS
 
 
 def _read_reader(path: Path) -> Reader:

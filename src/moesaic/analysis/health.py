@@ -31,9 +31,7 @@ RULE = (
 
 def effective_experts(load_SLE: Float[ndarray, "scopes layers experts"]) -> Float[ndarray, "scopes layers"]:
     """exp of the entropy of the load: E when it is even, 1 when one expert takes everything."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        terms_SLE = np.where(load_SLE > 0, load_SLE * np.log(load_SLE), 0.0)
-    return np.exp(-terms_SLE.sum(axis=-1))
+    return np.exp(_entropy(load_SLE))
 
 
 def levels(
@@ -90,10 +88,14 @@ def model_verdict(verdicts: Sequence[Verdict]) -> Verdict:
 def normalised_entropy(load_XE: Float[ndarray, "... experts"]) -> Float[ndarray, "..."]:
     """Entropy of a load over log E; NaN where there is no load."""
     total_X = load_XE.sum(axis=-1)
+    entropy_X = _entropy(load_XE) / math.log(max(2, load_XE.shape[-1]))
+    return np.where(total_X > 0, entropy_X, np.nan)
+
+
+def _entropy(load_XE: Float[ndarray, "... experts"]) -> Float[ndarray, "..."]:
     with np.errstate(divide="ignore", invalid="ignore"):
         terms_XE = np.where(load_XE > 0, load_XE * np.log(load_XE), 0.0)
-    entropy_X = -terms_XE.sum(axis=-1) / math.log(max(2, load_XE.shape[-1]))
-    return np.where(total_X > 0, entropy_X, np.nan)
+    return -terms_XE.sum(axis=-1)
 
 
 def _experts(number: int, kind: str = "") -> str:

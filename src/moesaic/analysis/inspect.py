@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from moesaic.analysis.clusters import TokenClusters
 
 MOST_DOMAINS = 256
+"""Most statistics are kept per domain; so many values are no names of domains, but of records."""
 _CAPTURE = "capture"
 _AGAINST = "against"
 _COMPARED_DOCUMENTS = 1000

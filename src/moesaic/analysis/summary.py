@@ -20,16 +20,7 @@ from rich.text import Text
 from moesaic.analysis.inspection import Inspection, level_name
 from moesaic.common.recipe import recipe_values
 
-LAYER_FIGURES = (
-    "entropy",
-    "effective",
-    "largest",
-    "two_busiest",
-    "dead",
-    "coselection",
-    "confidence",
-    "uncertainty",
-)
+LAYER_FIGURES = ("entropy", "effective", "largest", "two_busiest", "dead", "coselection", "confidence", "uncertainty")
 """Fields of `Statistics` without their suffix that there is one number of per scope and layer."""
 _COLOURS = {"healthy": "green", "skewed": "yellow", "collapsed": "red"}
 _SHORT = {"\n": "⏎", "\t": "⇥", "\r": "␍"}

@@ -1,7 +1,7 @@
-"""Headers of safetensors files: what is in a file and where, without reading (or mapping) any tensor.
+"""What files a checkpoint has, and what their headers say is in them, without reading (or mapping) any tensor.
 
-A file is: 8 bytes little-endian length N, N bytes of JSON (name -> dtype, shape, data_offsets), then the tensors
-without gaps. Torch-free.
+A safetensors file is: 8 bytes little-endian length N, N bytes of JSON (name -> dtype, shape, data_offsets), then the
+tensors without gaps. Torch-free.
 """
 
 import json
@@ -13,6 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.common.errors import MoesaicError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+)
+
+VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
+"""Those of them that a tokenizer cannot do without: at least one of these."""
+
+SIDE_FILES = (*TOKENIZER_FILES, "generation_config.json", "chat_template*", "additional_chat_templates/*")
+"""Patterns of the files (relative to the checkpoint folder) that an output takes over byte for byte."""
 
 DTYPE_BITS: Mapping[str, int] = {
     "F64": 64,
@@ -178,3 +199,73 @@ def _tensor_info(name: str, entry: object, file: Path, start: int) -> TensorInfo
     if end - begin != nbytes:
         raise refuse(f"{end - begin} bytes for {nbytes} bytes of {dtype} {shape}")
     return TensorInfo(name=name, dtype=dtype, shape=tuple(shape), file=file, offset=start + begin, nbytes=nbytes)
+
+
+# --- the index, and JSON in general -----------------------------------------------------------------------------------
+
+
+def shard_names(index_file: Path) -> dict[str, str]:
+    """The weight map (tensor -> file name) of an index file, checked for its types only."""
+    weight_map = load_json(index_file).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise MoesaicError(f'{index_file}: has no "weight_map" of tensor names to file names')
+    if not weight_map:
+        raise MoesaicError(f"{index_file}: its weight_map is empty")
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise MoesaicError(f"{index_file}: puts tensor {name!r} into {json.dumps(file)}, which is not a file name")
+        if not file.endswith(".safetensors"):
+            raise MoesaicError(f"{index_file}: puts tensor {name!r} into {file!r}, which is not a .safetensors file")
+    return weight_map
+
+
+def collect(
+    index_file: Path, weight_map: dict[str, str], headers: dict[str, dict[str, TensorInfo]]
+) -> dict[str, TensorInfo]:
+    """Merge the headers of all shards (by file name); refuses tensors given twice and tensors the index invents.
+
+    Tensors that a shard has and the index doesn't name are taken too, as transformers does.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for infos in headers.values():
+        for name, info in infos.items():
+            if name in tensors:
+                raise MoesaicError(f"{info.file}: tensor {name!r} is also in {tensors[name].file.name}; remove one")
+            tensors[name] = info
+    for name, file in weight_map.items():
+        if name not in headers[file]:
+            where = f"; it is in {tensors[name].file.name}" if name in tensors else ""
+            raise MoesaicError(f"{index_file}: says that tensor {name!r} is in {file}, which does not have it{where}")
+    return tensors
+
+
+def no_weights(where: Path | str, files: list[str]) -> MoesaicError:
+    """The error for a checkpoint without `model.safetensors` and without an index, from the names of its files."""
+    missing = f"{where}: has neither {SINGLE_FILE} nor {INDEX_FILE}"
+    if any(file.endswith(".safetensors") for file in files):
+        return MoesaicError(f"{missing}, only other .safetensors files; fetch the index, or save it with transformers")
+    if any(file.endswith((".bin", ".pt", ".pth")) for file in files):
+        return MoesaicError(
+            f"{missing}, only pickled weights, which are never opened; convert it: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    if any(file.endswith(".gguf") for file in files):
+        return MoesaicError(f"{missing}, only GGUF files; use the original safetensors release")
+    return MoesaicError(f"{missing}; give the folder of a transformers checkpoint")
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; a MoesaicError names the file when it isn't one."""
+    try:
+        value = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except FileNotFoundError as error:
+        raise MoesaicError(f"{path}: no such file") from error
+    except OSError as error:
+        raise MoesaicError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise MoesaicError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise MoesaicError(f"{path}: not JSON ({' '.join(str(error).split())})") from error
+    if not isinstance(value, dict):
+        raise MoesaicError(f"{path}: not a JSON object")
+    return value

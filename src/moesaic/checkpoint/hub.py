@@ -15,11 +15,18 @@ import httpx2
 from huggingface_hub import DryRunFileInfo, HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import tqdm
 
-from moesaic.checkpoint.headers import TensorInfo, check_entries, read_header
-from moesaic.checkpoint.layout import INDEX_FILE, SINGLE_FILE
+from moesaic.checkpoint.headers import (
+    INDEX_FILE,
+    SIDE_FILES,
+    SINGLE_FILE,
+    TensorInfo,
+    check_entries,
+    collect,
+    no_weights,
+    read_header,
+    shard_names,
+)
 from moesaic.checkpoint.pio import DISK_ERRORS
-from moesaic.checkpoint.provenance import SIDE_FILES
-from moesaic.checkpoint.source import collect, no_weights, shard_names
 from moesaic.common.errors import MoesaicError
 
 _SMALL_FILES = ["config.json", INDEX_FILE, *SIDE_FILES]

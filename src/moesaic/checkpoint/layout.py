@@ -9,14 +9,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from moesaic.checkpoint.headers import DTYPE_BITS, MAX_HEADER_BYTES, tensor_bytes
+from moesaic.checkpoint.headers import DTYPE_BITS, MAX_HEADER_BYTES, SINGLE_FILE, tensor_bytes
 from moesaic.common.errors import MoesaicError
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 """5 GB, as `save_pretrained` of transformers."""
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 _UNITS = {
     "": 1,

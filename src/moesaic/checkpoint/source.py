@@ -1,13 +1,20 @@
 """Opening a source checkpoint: a folder or a hub id, checked from the headers alone. Torch-free."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.headers import TensorInfo, read_header
-from moesaic.checkpoint.layout import INDEX_FILE, SINGLE_FILE
+from moesaic.checkpoint.headers import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    TensorInfo,
+    collect,
+    load_json,
+    no_weights,
+    read_header,
+    shard_names,
+)
 from moesaic.common.errors import MoesaicError
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[^@\s]+))?")
@@ -92,58 +99,6 @@ def file_inside(folder: Path, name: str, *, told_by: str) -> Path:
     return path
 
 
-def load_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; a MoesaicError names the file when it isn't one."""
-    try:
-        value = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except FileNotFoundError as error:
-        raise MoesaicError(f"{path}: no such file") from error
-    except OSError as error:
-        raise MoesaicError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise MoesaicError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        raise MoesaicError(f"{path}: not JSON ({' '.join(str(error).split())})") from error
-    if not isinstance(value, dict):
-        raise MoesaicError(f"{path}: not a JSON object")
-    return value
-
-
-def shard_names(index_file: Path) -> dict[str, str]:
-    """The weight map (tensor -> file name) of an index file, checked for its types only."""
-    weight_map = load_json(index_file).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise MoesaicError(f'{index_file}: has no "weight_map" of tensor names to file names')
-    if not weight_map:
-        raise MoesaicError(f"{index_file}: its weight_map is empty")
-    for name, file in weight_map.items():
-        if not isinstance(file, str):
-            raise MoesaicError(f"{index_file}: puts tensor {name!r} into {json.dumps(file)}, which is not a file name")
-        if not file.endswith(".safetensors"):
-            raise MoesaicError(f"{index_file}: puts tensor {name!r} into {file!r}, which is not a .safetensors file")
-    return weight_map
-
-
-def collect(
-    index_file: Path, weight_map: dict[str, str], headers: dict[str, dict[str, TensorInfo]]
-) -> dict[str, TensorInfo]:
-    """Merge the headers of all shards (by file name); refuses tensors given twice and tensors the index invents.
-
-    Tensors that a shard has and the index doesn't name are taken too, as transformers does.
-    """
-    tensors: dict[str, TensorInfo] = {}
-    for infos in headers.values():
-        for name, info in infos.items():
-            if name in tensors:
-                raise MoesaicError(f"{info.file}: tensor {name!r} is also in {tensors[name].file.name}; remove one")
-            tensors[name] = info
-    for name, file in weight_map.items():
-        if name not in headers[file]:
-            where = f"; it is in {tensors[name].file.name}" if name in tensors else ""
-            raise MoesaicError(f"{index_file}: says that tensor {name!r} is in {file}, which does not have it{where}")
-    return tensors
-
-
 def refuse_quantised(config: dict[str, Any], tensors: dict[str, TensorInfo], name: str) -> None:
     """Refuse quantised weights: arithmetic on their codes would be wrong."""
     way_out = "; use the bf16 release, or load it with transformers, dequantise and save it"
@@ -200,18 +155,3 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
     if not tensors:
         raise MoesaicError(f"{folder}: its weights hold no tensor")
     return tensors
-
-
-def no_weights(where: Path | str, files: list[str]) -> MoesaicError:
-    """The error for a checkpoint without `model.safetensors` and without an index, from the names of its files."""
-    missing = f"{where}: has neither {SINGLE_FILE} nor {INDEX_FILE}"
-    if any(file.endswith(".safetensors") for file in files):
-        return MoesaicError(f"{missing}, only other .safetensors files; fetch the index, or save it with transformers")
-    if any(file.endswith((".bin", ".pt", ".pth")) for file in files):
-        return MoesaicError(
-            f"{missing}, only pickled weights, which are never opened; convert it: "
-            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
-        )
-    if any(file.endswith(".gguf") for file in files):
-        return MoesaicError(f"{missing}, only GGUF files; use the original safetensors release")
-    return MoesaicError(f"{missing}; give the folder of a transformers checkpoint")

@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.checkpoint.card import write_card
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.layout import DEFAULT_SHARD_SIZE, Layout, OutputTensor, plan_files
 from moesaic.checkpoint.lazy import Lazy
 from moesaic.checkpoint.output import check_target, output_folder, require_disk
 from moesaic.checkpoint.pio import explained
-from moesaic.checkpoint.provenance import (
+from moesaic.checkpoint.record import (
     check_side_files,
     combine,
     copy_side_files,
     source_record,
     weights_hash,
+    write_card,
     write_provenance,
 )
 from moesaic.checkpoint.scan import has_nonfinite, refuse_nonfinite, scan

@@ -13,11 +13,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from moesaic.checkpoint.headers import DTYPE_BITS
-from moesaic.checkpoint.layout import INDEX_FILE, Layout, OutputFile, OutputTensor
+from moesaic.checkpoint.headers import DTYPE_BITS, INDEX_FILE
+from moesaic.checkpoint.layout import Layout, OutputFile, OutputTensor
 from moesaic.checkpoint.pio import allocate, explained, read_into, start_flush, sync_path, write_all
-from moesaic.checkpoint.provenance import weights_hash
 from moesaic.checkpoint.reader import DTYPE_CODES
+from moesaic.checkpoint.record import weights_hash
 from moesaic.checkpoint.scan import HASH
 
 _CHUNK_BYTES = 1 << 20  # written, then hashed while it is in the cache

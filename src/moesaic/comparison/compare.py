@@ -11,6 +11,7 @@ from moesaic.checkpoint.results import mean_error
 from moesaic.common.errors import MoesaicError, suggest
 from moesaic.common.intervals import Interval, gap_closure
 from moesaic.common.verbs import verb
+from moesaic.comparison.recipe import CompareRecipe
 from moesaic.comparison.runs import (
     Column,
     Group,
@@ -28,18 +29,6 @@ from moesaic.comparison.tables import Format, Heading, Row, Table, render, to_js
 _INTERVALS = (
     "±: 95% interval; of one run over its questions or documents (normal), of several over the seeds (Student's t)"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompareRecipe:
-    """What to compare."""
-
-    runs: tuple[str, ...]
-    """Results file or folder of a training run, as NAME=PATH or PATH; seeds share a name."""
-    baseline: str | None = None
-    """Name of the run that differences are to."""
-    gap: tuple[str, str, str] | None = None
-    """Names of the small, the upcycled and the large model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +60,8 @@ def compare(recipe: CompareRecipe) -> Comparison:
     if not recipe.runs:
         raise MoesaicError("compare: give at least one results file or training run")
     groups = group(load_run(reference) for reference in recipe.runs)
-    tables: list[Table | None] = [_score_table(groups)]
-    if recipe.baseline is not None:
-        tables.append(_difference_table(groups, _named(groups, recipe.baseline, "--baseline")))
+    baseline = None if recipe.baseline is None else _named(groups, recipe.baseline, "--baseline")
+    tables: list[Table | None] = [*_score_tables(groups, baseline)]
     if recipe.gap is not None:
         tables.append(_gap_table(*(_named(groups, name, "--gap-closure") for name in recipe.gap)))
     tables += [_jump_table(groups), _tuning_table(groups), _retention_table(groups)]
@@ -96,38 +84,36 @@ class _Average:
     note: str
 
 
-def _score_table(groups: Sequence[Group]) -> Table:
-    """Every run, every column, and the averages; the best of a column is marked."""
+def _score_tables(groups: Sequence[Group], baseline: Group | None) -> list[Table]:
+    """Every run in every column and average, the best marked; then, with a baseline, every other run minus that."""
     columns = columns_of(groups)
     averages = _averages(groups, columns)
-    return Table(
-        title="Scores",
-        headings=_headings((*columns.values(), *(one.column for one in averages)), mark=True),
-        rows=tuple(Row(name=_label(one), cells=tuple(map(estimate, _all(one, columns, averages)))) for one in groups),
-        notes=(_INTERVALS, *(one.note for one in averages), *_missing(groups), *disagreements(groups, columns)),
-    )
-
-
-def _difference_table(groups: Sequence[Group], baseline: Group) -> Table:
-    """Every other run minus the baseline; no rows if the baseline is the only run."""
-    columns = columns_of(groups)
-    averages = _averages(groups, columns)
-    theirs = _all(baseline, columns, averages)
-    return Table(
-        title=f"Difference to {baseline.name}",
-        headings=_headings((*columns.values(), *(one.column for one in averages)), signed=True),
-        rows=tuple(
-            Row(name=_label(one), cells=tuple(map(difference, _all(one, columns, averages), theirs)))
-            for one in groups
-            if one is not baseline
-        ),
-        notes=("with as many seeds as the baseline: over pairs of seeds in the order given",),
-    )
-
-
-def _all(one: Group, columns: Iterable[str], averages: Iterable[_Average]) -> list[list[Score]]:
-    """The scores of a group in every column, then in every average."""
-    return [*(one.scores(key) for key in columns), *(_average_scores(one, average.over) for average in averages)]
+    every = (*columns.values(), *(one.column for one in averages))
+    scores = {
+        one.name: [*map(one.scores, columns), *(_average_scores(one, average.over) for average in averages)]
+        for one in groups
+    }
+    tables = [
+        Table(
+            title="Scores",
+            headings=_headings(every, mark=True),
+            rows=tuple(Row(name=_label(one), cells=tuple(map(estimate, scores[one.name]))) for one in groups),
+            notes=(_INTERVALS, *(one.note for one in averages), *_missing(groups), *disagreements(groups, columns)),
+        )
+    ]
+    if baseline is not None:
+        theirs, others = scores[baseline.name], [one for one in groups if one is not baseline]
+        tables.append(
+            Table(
+                title=f"Difference to {baseline.name}",
+                headings=_headings(every, signed=True),
+                rows=tuple(
+                    Row(name=_label(one), cells=tuple(map(difference, scores[one.name], theirs))) for one in others
+                ),
+                notes=("with as many seeds as the baseline: over pairs of seeds in the order given",),
+            )
+        )
+    return tables
 
 
 def _average_scores(one: Group, over: Sequence[str]) -> list[Score]:
@@ -328,12 +314,13 @@ def _hashes(one: Group) -> set[str]:
 
 
 def _is_subset(one: Group, whole: Group, runs: dict[str, Run]) -> bool:
-    hashes = _hashes(whole)
-    for run in one.runs:
-        smaller = run.kept is not None and run.experts is not None and run.kept < run.experts
-        if not smaller or not (hashes & _ancestors(run, runs)):
-            return False
-    return True
+    return all(
+        run.kept is not None
+        and run.experts is not None
+        and run.kept < run.experts
+        and not _hashes(whole).isdisjoint(_ancestors(run, runs))
+        for run in one.runs
+    )
 
 
 def _ancestors(run: Run, runs: dict[str, Run]) -> set[str]:

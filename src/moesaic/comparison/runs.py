@@ -165,14 +165,14 @@ def load_run(reference: str) -> Run:
         MoesaicError: there is nothing to compare at the path, or it is damaged.
     """
     name, equals, text = reference.partition("=")
-    path = Path(text if equals and not Path(reference).exists() else reference).expanduser()
-    given = name if equals and not Path(reference).exists() else None
+    named = bool(equals) and not Path(reference).exists()
+    path = Path(text if named else reference).expanduser()
+    name = (named and name) or _default_name(path)
     if path.is_file():
-        return _from_results(path, given or _default_name(path))
+        return _from_results(path, name)
     if not path.is_dir():
         raise MoesaicError(f"{path}: no such results file or folder of a training run")
     results, metrics = path / RESULTS_FILE, path / METRICS_FILE
-    name = given or _default_name(path)
     if not results.exists() and not metrics.exists():
         raise MoesaicError(
             f"{path}: has neither {RESULTS_FILE} (of `moesaic eval`) nor {METRICS_FILE} (of `moesaic train`)"

@@ -36,6 +36,7 @@ PREFIX = "hf://"
 HASH_CHUNK = 1 << 22
 READ_CHUNK = 1 << 16
 PARQUET_ROWS = 256
+"""At once, because a row may hold a whole book."""
 
 _REFERENCE = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[^:@]+))?(:(?P<first>[^:]+))?(:(?P<second>[^:]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -92,8 +93,8 @@ def find_files(source: SourceRecipe, *, quiet: bool = False) -> tuple[DataFile, 
         return (_data_file(path, kind),)
     if not path.is_dir():
         raise MoesaicError(f"{source.path}: no such file or folder; give a path, or hf://org/name for a hub data set")
-    found = sorted(path.rglob("*"))
-    found = [file for file in found if file.is_file() and not _is_hidden(file.relative_to(path))]
+    names = {file: file.relative_to(path).parts for file in sorted(path.rglob("*")) if file.is_file()}
+    found = [file for file, parts in names.items() if not any(part.startswith(".") for part in parts)]
     kinds: list[tuple[Path, Format | None]] = [(file, _format_of(file, source)) for file in found]
     files = tuple(_data_file(file, kind) for file, kind in kinds if kind is not None)
     if not files:
@@ -117,10 +118,6 @@ def _format_of(path: Path, source: SourceRecipe) -> Format | None:
         return source.format
     name = path.with_suffix("") if path.suffix in COMPRESSED else path
     return SUFFIXES.get(name.suffix)
-
-
-def _is_hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
 
 
 def hash_files(files: tuple[DataFile, ...], *, label: str, quiet: bool = False) -> list[str]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from moesaic.common import seeds
 
 MAX_PERIOD = 100_000
+"""Shares are exact to 1 in so many; the table of a period then takes 0.5 MB."""
 BLOCK_DOCUMENTS = 65_536
 
 

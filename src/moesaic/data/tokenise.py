@@ -2,12 +2,12 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -32,6 +32,8 @@ from moesaic.data.samples import ChatRenderer, Sample, make_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Item = TypeVar("Item")
 
 # Enough for every core to have something to do, and little enough to hold (tokenised text takes about a hundred times
 # its size while the backend works on it).
@@ -180,7 +182,7 @@ def _encode_all(samples: Iterator[Sample], encoder: "Encoder") -> Iterator[Docum
     """Tokenise in batches, reading one batch while the backend works on the one before."""
     with ThreadPoolExecutor(max_workers=1) as worker:
         running: Future[list[Document]] | None = None
-        for batch in _batches(samples):
+        for batch in in_batches(samples, _size, most_size=BATCH_CHARACTERS, most_items=BATCH_SAMPLES):
             following = worker.submit(encoder.encode, batch)
             if running is not None:
                 yield from running.result()
@@ -189,17 +191,24 @@ def _encode_all(samples: Iterator[Sample], encoder: "Encoder") -> Iterator[Docum
             yield from running.result()
 
 
-def _batches(samples: Iterator[Sample]) -> Iterator[list[Sample]]:
-    batch: list[Sample] = []
-    size = 0
-    for sample in samples:
-        batch.append(sample)
-        size += len(sample.text) if sample.ids is None else len(sample.ids)
-        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_SAMPLES:
+def in_batches(
+    items: Iterable[Item], size: Callable[[Item], int], *, most_size: int, most_items: int
+) -> Iterator[list[Item]]:
+    """Consecutive items together, until their sizes reach `most_size` or they are `most_items`."""
+    batch: list[T] = []
+    reached = 0
+    for item in items:
+        batch.append(item)
+        reached += size(item)
+        if reached >= most_size or len(batch) >= most_items:
             yield batch
-            batch, size = [], 0
+            batch, reached = [], 0
     if batch:
         yield batch
+
+
+def _size(sample: Sample) -> int:
+    return len(sample.text) if sample.ids is None else len(sample.ids)
 
 
 class Encoder:

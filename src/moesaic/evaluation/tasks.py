@@ -168,39 +168,31 @@ def squad_target(doc: Mapping[str, Any]) -> str:
 _MEAN = {"aggregation": "mean", "higher_is_better": True}
 _GREEDY = {"do_sample": False, "temperature": 0.0}
 
-_ANSWER_METRICS = [{"metric": "f1", **_MEAN}, {"metric": "em", **_MEAN}]
-
-_SQUAD_FORM: dict[str, Any] = {
+_ANSWER: dict[str, Any] = {
     "output_type": "generate_until",
+    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 64, **_GREEDY},
+    "metric_list": [{"metric": "f1", **_MEAN}, {"metric": "em", **_MEAN}],
+    "training_split": "train",
+    "validation_split": "validation",
+    "metadata": {"version": 1.0},
+}
+"""A free answer of one line."""
+
+SQUAD = _ANSWER | {
+    "dataset_path": "rajpurkar/squad",
     "doc_to_text": "Title: {{title}}\n\nBackground: {{context}}\n\nQuestion: {{question}}\n\nAnswer:",
     "doc_to_target": squad_target,
     "process_results": squad_results,
-    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 64, **_GREEDY},
-    "metric_list": _ANSWER_METRICS,
-    "training_split": "train",
-    "validation_split": "validation",
-    "metadata": {"version": 1.0},
 }
+SQUAD2 = SQUAD | {"dataset_path": "rajpurkar/squad_v2"}
 
-SQUAD = _SQUAD_FORM | {"dataset_path": "rajpurkar/squad"}
-SQUAD2 = _SQUAD_FORM | {"dataset_path": "rajpurkar/squad_v2"}
-
-_QUESTION_FORM: dict[str, Any] = {
-    "output_type": "generate_until",
-    "doc_to_text": "Question: {{question}}\nAnswer:",
-    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 64, **_GREEDY},
-    "metric_list": _ANSWER_METRICS,
-    "training_split": "train",
-    "validation_split": "validation",
-    "metadata": {"version": 1.0},
-}
-
-NATURAL_QUESTIONS = _QUESTION_FORM | {
+NATURAL_QUESTIONS = _ANSWER | {
     "dataset_path": "google-research-datasets/nq_open",
+    "doc_to_text": "Question: {{question}}\nAnswer:",
     "doc_to_target": "{{answer[0]}}",
     "process_results": natural_questions_results,
 }
-TRIVIAQA_F1 = _QUESTION_FORM | {
+TRIVIAQA_F1 = NATURAL_QUESTIONS | {
     "dataset_path": "mandarjoshi/trivia_qa",
     "dataset_name": "rc.nocontext",
     "doc_to_target": "{{answer.value}}",

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.checkpoint import card
 from moesaic.checkpoint.layout import parse_size
 from moesaic.checkpoint.lazy import Lazy, computed, concat, promoted, stack, stored, together
-from moesaic.checkpoint.provenance import original_experts
+from moesaic.checkpoint.record import model_card, original_experts
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.checkpoint.write import NewCheckpoint
 from moesaic.common import seeds
@@ -32,7 +31,7 @@ from moesaic.families.counting import count_shapes
 from moesaic.families.experts import ExpertWeights
 from moesaic.families.moe import ROUTER_ROLES, ExpertTensor, MoELayerTensors
 from moesaic.modeling.names import code_files
-from moesaic.routing.subset import cut_routing
+from moesaic.selection.rules import cut_routing
 
 Sources = Mapping[int, Sequence[int]]
 """MoE layer -> the source of each expert of the result."""
@@ -196,9 +195,8 @@ def _duplicate(plan: ExpandPlan, layer: MoELayerTensors, number: int, source: in
         made = EXPERT_OPERATORS[plan.recipe.expert_op](one, another, stream)
         return {role: _stored_form(role, made, interleaved=interleaved) for role in parts}
 
-    # The other expert is drawn when its turn comes: the record names all experts of the layer as read.
-    read = [stored(checkpoint.tensors[n]) for tensor in _expert_tensors(layer) for n in tensor.names(layer.num_experts)]
-    return together({role: (part.shape, part.dtype) for role, part in parts.items()}, function, read)
+    # The other expert is drawn when its turn comes. It need not be named here: all experts are in the result anyway.
+    return together({role: (part.shape, part.dtype) for role, part in parts.items()}, function, parts.values())
 
 
 # --- router -----------------------------------------------------------------------------------------------------------
@@ -308,7 +306,7 @@ def _card(plan: ExpandPlan, promise: Statement, tensors: Mapping[str, Lazy], con
         "Parameters": f"{total:,}, {active:,} active per token",
         "Before training": f"{promise.code}: {promise.text}",
     }
-    return card.model_card(
+    return model_card(
         title=f"{plan.checkpoint.name} with {plan.experts} experts",
         bases=[plan.checkpoint.name],
         tags=["moe", "expert-upcycling"],

@@ -48,12 +48,8 @@ def grown_config(plan: ExpandPlan, sources: Mapping[int, Sequence[int]]) -> dict
         top_k_keys = {family.top_k_key, *(key for key in TOP_K_ALIASES if key in old)}
         config = dict(old) | dict.fromkeys(keys, plan.experts) | dict.fromkeys(top_k_keys, plan.top_k)
     if plan.exclusive:
-        groups = list(sources.values())
-        config |= {
-            "routing_rule": "one_per_group",
-            "group_score": "log_mean_exp",
-            "expert_groups": _shortest([list(ids) for ids in groups]),
-        }
+        groups = _shortest([list(ids) for ids in sources.values()])
+        config |= {"routing_rule": "one_per_group", "group_score": "log_mean_exp", "expert_groups": groups}
     elif plan.grouped:
         config["expert_groups"] = _joined_groups(old["expert_groups"], list(sources.values()))
     if plan.whole_groups:

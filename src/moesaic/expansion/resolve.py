@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from moesaic.checkpoint.layout import parse_size
-from moesaic.checkpoint.provenance import read_provenance
+from moesaic.checkpoint.record import read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common import seeds
 from moesaic.common.errors import MoesaicError
@@ -14,9 +14,9 @@ from moesaic.expansion.allocation import allocate, evenly, sources_of
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.families.counting import beyond_depth
 from moesaic.families.family import DenseTwin, our_base
-from moesaic.families.identity import group_count
 from moesaic.families.moe import MoEModel, detect_moe
 from moesaic.modeling.names import conversion_of
+from moesaic.selection.source import group_count
 
 Utilities = Mapping[int, tuple[float, ...]]
 """Layer -> utility of each expert."""

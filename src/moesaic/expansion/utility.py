@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.checkpoint.provenance import source_record
-from moesaic.checkpoint.source import Checkpoint, load_json
+from moesaic.checkpoint.headers import load_json
+from moesaic.checkpoint.record import source_record
+from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
 from moesaic.data.packing import keeps_documents_apart

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from moesaic.checkpoint.card import model_card
 from moesaic.checkpoint.layout import parse_size
 from moesaic.checkpoint.lazy import Lazy
 from moesaic.checkpoint.output import scratch_folder
-from moesaic.checkpoint.provenance import original_experts, read_provenance
+from moesaic.checkpoint.record import model_card, original_experts, read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.checkpoint.write import NewCheckpoint, check_output, write
 from moesaic.common.errors import MoesaicError

@@ -13,7 +13,7 @@ from moesaic.families.dense_table import HEAD
 from moesaic.families.experts import ExpertWeights
 from moesaic.families.family import our_base
 from moesaic.families.moe import MoELayerTensors, MoEModel, detect_moe
-from moesaic.families.moe_table import MOE_FAMILIES, way_out
+from moesaic.families.moe_table import EMO, MOE_FAMILIES
 from moesaic.modeling.names import converted_config
 
 _RECOMPUTED = "rotary_emb.inv_freq"
@@ -46,7 +46,7 @@ class View:
     @property
     def loads(self) -> bool:
         """Whether transformers (with this package) can run the checkpoint as it is."""
-        return not way_out(self.checkpoint.config.get("model_type"))
+        return self.checkpoint.config.get("model_type") not in EMO.export_first
 
 
 def view_of(checkpoint: Checkpoint) -> View:
@@ -56,7 +56,7 @@ def view_of(checkpoint: Checkpoint) -> View:
         MoesaicError: a family that is no dense model of transformers with an MoE block in place of its FFN; says why.
     """
     model_type = str(checkpoint.config.get("model_type"))
-    if way_out(model_type):
+    if model_type in EMO.export_first:
         from moesaic.exporting.emo import emo_view
 
         return _checked(emo_view(checkpoint))
@@ -80,7 +80,7 @@ def becomes_ours(model_type: str) -> bool:
     """Whether a checkpoint of this family can be seen as our architecture, its layout of shared experts included."""
     family = MOE_FAMILIES.get(model_type)
     if family is None:
-        return our_base(model_type) is not None or bool(way_out(model_type))
+        return our_base(model_type) is not None or model_type in EMO.export_first
     return family.twin is not None and family.twin.shared_width is None
 
 

@@ -1,1 +1,1 @@
-"""What each model family's checkpoint looks like: the only place that knows a family's tensor names."""
+"""Model families: a row of `moe_table` (with experts) or `dense_table` (without) is all that is known of one."""

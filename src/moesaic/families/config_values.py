@@ -94,43 +94,30 @@ MOE_KINDS: Mapping[str, _Kind] = {
 }
 """What is relied on in every native MoE family; the rest transformers checks where the model is loaded."""
 
+_BY_KIND = (
+    (_SIZE, "hidden_size intermediate_size num_attention_heads vocab_size max_position_embeddings"),
+    (_SIZE, "original_max_position_embeddings no_rope_layer_interval query_pre_attn_scalar"),
+    (_or_null(_SIZE), "num_key_value_heads head_dim pretraining_tp moe_intermediate_size"),
+    (_COUNT, "max_window_layers"),
+    (_or_null(_COUNT), "num_experts num_experts_per_tok num_shared_experts"),
+    (_COUNTS, "moe_layers"),
+    (_or_null(_COUNTS), "no_rope_layers"),
+    (_FRACTION, "initializer_range rms_norm_eps"),
+    (_SHARE, "attention_dropout resid_pdrop embd_pdrop"),
+    (_NUMBER, "embedding_multiplier attention_multiplier residual_multiplier logits_scaling"),
+    (_or_null(_FLOAT), "attn_logit_softcapping final_logit_softcapping"),
+    (_FLAG, "use_sliding_window use_cache"),
+    (_or_null(_FLAG), "use_bidirectional_attention tie_word_embeddings"),
+    (_THETA, "rope_theta"),
+    (_TOKENS, "bos_token_id eos_token_id pad_token_id"),
+)
+
 _KINDS: Mapping[str, _Kind] = {
     **DEPTH_KINDS,
-    "hidden_size": _SIZE,
-    "intermediate_size": _SIZE,
-    "num_attention_heads": _SIZE,
-    "num_key_value_heads": _or_null(_SIZE),
-    "head_dim": _or_null(_SIZE),
-    "vocab_size": _SIZE,
-    "max_position_embeddings": _SIZE,
+    **{key: kind for kind, keys in _BY_KIND for key in keys.split()},
     "layer_types": _or_null(_Kind(f"a list of {', '.join(_ATTENTION)}", _list_of(lambda item: item in _ATTENTION))),
-    "initializer_range": _FRACTION,
-    "rms_norm_eps": _FRACTION,
-    **dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop"), _SHARE),
-    **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), _NUMBER),
-    "original_max_position_embeddings": _SIZE,
-    "use_sliding_window": _FLAG,
-    "max_window_layers": _COUNT,
-    "no_rope_layer_interval": _SIZE,
-    "no_rope_layers": _or_null(_COUNTS),
-    "use_bidirectional_attention": _or_null(_FLAG),
-    "attn_logit_softcapping": _or_null(_FLOAT),
-    "final_logit_softcapping": _or_null(_FLOAT),
-    "query_pre_attn_scalar": _SIZE,
-    "pretraining_tp": _or_null(_SIZE),
-    "use_cache": _FLAG,
-    "rope_theta": _THETA,
-    "tie_word_embeddings": _or_null(_FLAG),
-    "bos_token_id": _TOKENS,
-    "eos_token_id": _TOKENS,
-    "pad_token_id": _TOKENS,
-    # of our own architecture
-    "num_experts": _or_null(_COUNT),
-    "num_experts_per_tok": _or_null(_COUNT),
-    "moe_intermediate_size": _or_null(_SIZE),
-    "num_shared_experts": _or_null(_COUNT),
-    "moe_layers": _COUNTS,
 }
+"""Of the dense families and our own architecture."""
 
 _PER_LAYER = frozenset({"layer_types", "no_rope_layers"})
 

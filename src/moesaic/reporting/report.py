@@ -20,21 +20,12 @@ from moesaic.reporting.payload import (
     reader_payload,
     results_payload,
 )
+from moesaic.reporting.recipe import ReportRecipe
 
 Kind = Literal["inspection", "run", "results"]
 
 DATA_LIMIT = 12_500_000
 """Bytes of data in a page: with Plotly and the page itself below 15 MB."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportRecipe:
-    """What to report on."""
-
-    inputs: tuple[str, ...]
-    """Folders of `moesaic inspect` and `moesaic train`, results of `moesaic eval`, in the order of the page."""
-    title: str | None = None
-    """Title of the page. Default: the names of its inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)

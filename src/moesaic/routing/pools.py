@@ -153,10 +153,11 @@ def document_pools(
 ) -> Bool[Tensor, "documents experts"]:
     """Return the experts of each document's pool (EMO, equation of section 3.2).
 
-    The mean over the document's tokens of the router's probabilities (softmax over all routed experts; of sigmoid
-    weights the sigmoids over their sum); the `sizes_N` best, the lower id first among equals. Padding is in no
-    document. The whole document decides, so routing in training is not causal; no gradient flows through the choice. A
-    selection bias counts here as in the selection: an expert outside every pool could not be helped by it otherwise.
+    mean_NE[n] = 1 / |n| * sum of p_TE[t] over the tokens t of document n, where p are the router's probabilities
+    (softmax over all routed experts; of sigmoid weights the sigmoids over their sum). A pool is the `sizes_N[n]`
+    experts with the largest mean, the lower id first among equals. Padding is in no document. The whole document
+    decides, so routing in training is not causal; no gradient flows through the choice. A selection bias counts here as
+    in the selection: an expert outside every pool could not be helped by it otherwise.
     """
     probability_TE = PROBABILITIES[weighting](logits_TE)
     sums_NE = probability_TE.new_zeros(context.num_documents + 1, logits_TE.shape[-1])

@@ -103,7 +103,7 @@ class Rule(ABC):
 
 
 class TopK(Rule):
-    """The K experts with the highest scores."""
+    """The K experts with the highest scores, as most models route at inference."""
 
     def choose(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
         """The K best."""
@@ -111,7 +111,10 @@ class TopK(Rule):
 
 
 class OnePerGroup(Rule):
-    """The best expert of each of the K best groups (DivMoE, algorithm 1)."""
+    """The best expert of each of the K best groups (DivMoE, algorithm 1).
+
+    The score of a group is the largest of its experts' logits, or their mean or log-mean-exp, as `group_score` says.
+    """
 
     def __init__(self, config: RuleConfig, settings: RouterSettings) -> None:
         super().__init__(config, settings)

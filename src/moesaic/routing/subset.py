@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from moesaic.checkpoint.headers import load_json
 from moesaic.checkpoint.pio import write_file
-from moesaic.checkpoint.source import load_json
 from moesaic.common.errors import MoesaicError
 from moesaic.families.identity import SourceModel, source_from_json
 from moesaic.families.moe_table import family_of

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,15 @@ from moesaic.checkpoint.write import NewCheckpoint, WriteResult, write_unless_dr
 from moesaic.common.errors import MoesaicError
 from moesaic.common.verbs import verb
 from moesaic.families.counting import beyond_depth, layer_of
-from moesaic.families.identity import Ids, SourceModel, describe, find_lineage, refuse_other_model
-from moesaic.families.moe import EXPERT_COUNT_KEYS, MoEModel, detect_running
-from moesaic.families.moe_table import MOE_FAMILIES
+from moesaic.families.identity import describe, find_lineage, refuse_other_model
+from moesaic.families.moe import MoEModel, detect_running
+from moesaic.families.moe_table import EXPERT_COUNT_KEYS, MOE_FAMILIES
 from moesaic.modeling.names import code_files
 from moesaic.routing.subset import Selection, check_counts, cut_routing, load_selection, own_groups
 from moesaic.selection.recipe import ExtractRecipe
+
+_PREDICTED = "num_nextn_predict_layers"
+"""Layers that predict further tokens (DeepSeek-V3): stored beyond the depth and not run, so a subset has none."""
 
 _TOP_K_ALIASES = ("experts_per_token",)
 """Further config keys of the number of active experts (GPT-OSS as published)."""
@@ -63,19 +66,19 @@ def extract(
     given = recipe.selection
     selection = given if isinstance(given, Selection) else load_selection(given)
     recipe = replace(recipe, selection="selection" if isinstance(given, Selection) else str(given))
-    plan, active = plan_extract(recipe, selection, out)
-    written = write_unless_dry(plan, out, dry_run=dry_run, overwrite=overwrite, workers=workers, quiet=quiet)
+    new, active = resolve_extract(recipe, selection, out)
+    written = write_unless_dry(new, out, dry_run=dry_run, overwrite=overwrite, workers=workers, quiet=quiet)
     return ExtractResult(
         out=written,
         experts=selection.counts[0],
         experts_before=selection.source.num_experts,
         top_k=active,
-        nbytes=plan.files.nbytes,
+        nbytes=new.files.nbytes,
         seconds=time.monotonic() - started,
     )
 
 
-def plan_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -> tuple[NewCheckpoint, int]:
+def resolve_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -> tuple[NewCheckpoint, int]:
     """The new checkpoint, resolved from headers, and its number of active experts."""
     source = open_checkpoint(recipe.checkpoint)
     model = detect_running(source)
@@ -98,7 +101,7 @@ def plan_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -
             "Selected by": selection.method,
         },
     )
-    plan = NewCheckpoint(
+    new = NewCheckpoint(
         verb="extract",
         sources=(("full", source),),
         tensors=sliced_tensors(source, model, selection),
@@ -108,27 +111,22 @@ def plan_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -
         seed=None,
         card=card,
         record={
-            "experts": {
-                "original": [[row[one] for one in ids] for row, ids in zip(known, selection.kept, strict=True)]
-            },
-            "lineage": _lineage(source, identity, selection.kept),
+            "experts": {"original": _of_kept(known, selection)},
+            "lineage": [
+                {"model": identity.to_json(), "ids": [list(ids) for ids in selection.kept]},
+                *({"model": one.to_json(), "ids": _of_kept(ids, selection)} for one, ids in find_lineage(source)),
+            ],
             **({"routing": cut_routing(routing, selection.kept)} if routing else {}),
             "selection": {"method": selection.method, "details": dict(selection.details)},
         },
         allow_nonfinite=recipe.allow_nonfinite,
     )
-    return plan, active
+    return new, active
 
 
-def _lineage(source: Checkpoint, identity: SourceModel, kept: Ids) -> list[dict[str, Any]]:
-    """The models that the kept experts are from, with their ids there: `source`, then the ancestors that it has."""
-    further = [
-        (model, tuple(tuple(row[expert] for expert in rows) for row, rows in zip(ids, kept, strict=True)))
-        for model, ids in find_lineage(source)
-    ]
-    return [
-        {"model": model.to_json(), "ids": [list(row) for row in ids]} for model, ids in ((identity, kept), *further)
-    ]
+def _of_kept(values: Sequence[Sequence[int]], selection: Selection) -> list[list[int]]:
+    """Of a value per expert in each MoE layer, those of the kept experts."""
+    return [[row[expert] for expert in ids] for row, ids in zip(values, selection.kept, strict=True)]
 
 
 def refuse_uneven(selection: Selection, where: str) -> int:
@@ -166,9 +164,6 @@ def sliced_tensors(source: Checkpoint, model: MoEModel, selection: Selection) ->
     }
 
 
-_PREDICTED = "num_nextn_predict_layers"
-
-
 def cut_config(config: Mapping[str, Any], model: MoEModel, selection: Selection, active: int) -> dict[str, Any]:
     """The config with the new numbers of experts and active experts, and the groups of the kept experts."""
     new = copy.deepcopy(dict(config))
@@ -182,7 +177,5 @@ def cut_config(config: Mapping[str, Any], model: MoEModel, selection: Selection,
         new[_PREDICTED] = 0
     groups = own_groups(config, len(selection.kept))
     if groups is not None and selection.counts[0] < model.num_experts:
-        new["expert_groups"] = [
-            [row[expert] for expert in ids] for row, ids in zip(groups, selection.kept, strict=True)
-        ]
+        new["expert_groups"] = _of_kept(groups, selection)
     return new

@@ -62,18 +62,18 @@ def merge_back(
             subsets hold the same expert; a full disk; a target that exists.
     """
     started = time.monotonic()
-    plan, ids = plan_merge_back(recipe, out)
-    written = write_unless_dry(plan, out, dry_run=dry_run, overwrite=overwrite, workers=workers, quiet=quiet)
+    new, ids = resolve_merge_back(recipe, out)
+    written = write_unless_dry(new, out, dry_run=dry_run, overwrite=overwrite, workers=workers, quiet=quiet)
     return MergeBackResult(
         out=written,
         experts=sum(map(len, ids)),
         parts=recipe.parts,
-        nbytes=plan.files.nbytes,
+        nbytes=new.files.nbytes,
         seconds=time.monotonic() - started,
     )
 
 
-def plan_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[NewCheckpoint, Ids]:
+def resolve_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[NewCheckpoint, Ids]:
     """The new checkpoint, resolved from headers, and the ids that the subset's experts have in it."""
     full, subset = open_checkpoint(recipe.full), open_checkpoint(recipe.subset)
     full_model, subset_model = detect_running(full), detect_running(subset)
@@ -87,7 +87,7 @@ def plan_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[NewCheckp
     merged = [*root.since, {**mine, "into": identity.to_json()}]
     record = read_provenance(full.path) or {}
     command = ["moesaic", "merge-back", recipe.full, recipe.subset, str(out)]
-    plan = NewCheckpoint(
+    new = NewCheckpoint(
         verb="merge-back",
         sources=(("full", full), ("subset", subset)),
         tensors=merged_tensors(merge, full_model, subset_model, ids, recipe.parts),
@@ -108,7 +108,7 @@ def plan_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[NewCheckp
         },
         allow_nonfinite=recipe.allow_nonfinite,
     )
-    return plan, ids
+    return new, ids
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -197,6 +197,7 @@ def parse_keep(text: str | int, num_experts: int, num_groups: int = 1) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", str(text))
     if match:
         share = float(match[1]) / 100
+        # Rounded first, because 0.07 * 100 is a little more than 7 in floating point.
         keep = math.ceil(round(share * num_experts / num_groups, 9)) * num_groups
     elif re.fullmatch(r"\s*\d+\s*", str(text)):
         keep = int(text)
@@ -230,7 +231,7 @@ def union_selections(first: Selection, second: Selection) -> Selection:
     union = [set(ours) | set(theirs) for ours, theirs in zip(first.kept, second.kept, strict=True)]
     size = source.num_experts // source.num_groups
     most = max(sum(expert // size == group for expert in ids) for ids in union for group in range(source.num_groups))
-    active = (first.top_k, second.top_k)
+    active = [one.top_k for one in (first, second) if one.top_k is not None]
     kept = []
     for ids, scores_E in zip(union, scores_LE, strict=True):
         first_E = scores_E + np.isin(np.arange(source.num_experts), sorted(ids)) * (scores_E.max() + 1)
@@ -243,7 +244,7 @@ def union_selections(first: Selection, second: Selection) -> Selection:
         scores=tuple(tuple(row) for row in scores_LE.tolist()),
         routing_mass_kept=None,
         details={
-            "top_k": None if None in active else max(active),  # None is the model's own, which is the largest
+            "top_k": max(active) if len(active) == 2 else None,  # None is the model's own, which is the largest
             "methods": [first.method, second.method],
             "filled_up": [len(row) - len(ids) for row, ids in zip(kept, union, strict=True)],
         },

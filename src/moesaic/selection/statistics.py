@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Float64, Int64
 from numpy import ndarray
 
+from moesaic.checkpoint.headers import load_json
 from moesaic.checkpoint.pio import write_file
-from moesaic.checkpoint.source import load_json
 from moesaic.common.errors import MoesaicError
 from moesaic.families.identity import SourceModel, refuse_other_model, source_from_json
 

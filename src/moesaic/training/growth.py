@@ -35,7 +35,7 @@ from moesaic.expansion.run import copies_lines
 from moesaic.families.moe import detect_moe
 from moesaic.modeling.cross_entropy import ratio_with_error
 from moesaic.training.growth_plan import as_keys, described, grown_plans, resolve_transition
-from moesaic.training.metrics import Throughput, expansion_line
+from moesaic.training.metrics import Throughput
 from moesaic.training.optimizer import MOMENTS
 from moesaic.training.parallel import World
 from moesaic.training.result import known_experts, routing_record, write_weights
@@ -109,7 +109,7 @@ def expand(run: "Session") -> None:
     record["losses"] = _losses(before, after)
     run.expansions.append(record)
     run.throughput = Throughput(run.trainable)
-    run.log.write(expansion_line(record))
+    run.log.write({"kind": "expansion", **record})
     _say(record, quiet=run.quiet)
 
 

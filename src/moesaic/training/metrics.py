@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -144,17 +143,6 @@ def step_line(
         line["largest_share"] = float(busiest_share(counts_LE).max())
         line["dead_experts"] = int(dead_experts(counts_LE).sum())
     return line | {"timing": dict(timing)}
-
-
-def validation_line(measured: Mapping[str, DomainLoss], *, step: int, tokens: int) -> dict[str, Any]:
-    """The line of one validation."""
-    domains = {domain: asdict(loss) for domain, loss in measured.items()}
-    return {"kind": "validation", "step": step, "tokens": tokens, "validation": domains}
-
-
-def expansion_line(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The line of one expansion, between the line of its step and that of the next."""
-    return {"kind": "expansion", **record}
 
 
 class Console:

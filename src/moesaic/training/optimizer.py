@@ -36,16 +36,12 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 def describe_trainable(model: nn.Module) -> str:
     """One line: parameters that train, of how many, and how many of them are in routed experts."""
-    counts = {"all": 0, "trainable": 0, "experts": 0, "trainable experts": 0}
-    for name, parameter in model.named_parameters():
-        kinds = ["all", "experts"] if ".experts." in name else ["all"]
-        for kind in kinds:
-            counts[kind] += parameter.numel()
-            counts[("trainable " + kind).removesuffix(" all")] += parameter.numel() * parameter.requires_grad
-    return (
-        f"{counts['trainable']:,} of {counts['all']:,} parameters train; "
-        f"{counts['trainable experts']:,} of {counts['experts']:,} in routed experts"
-    )
+    sizes = [(one.numel(), one.requires_grad, ".experts." in name) for name, one in model.named_parameters()]
+    trainable = sum(size for size, trains, _ in sizes if trains)
+    experts = sum(size for size, _, routed in sizes if routed)
+    both = sum(size for size, trains, routed in sizes if trains and routed)
+    every = sum(size for size, *_ in sizes)
+    return f"{trainable:,} of {every:,} parameters train; {both:,} of {experts:,} in routed experts"
 
 
 def kept_in_fp32(model: PreTrainedModel) -> set[str]:
@@ -146,12 +142,6 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], recipe: OptimizerRec
             **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
         }
     return optimizer
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use `rate` from the next step on."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
 
 
 def gradient_norm(gradients: Iterable[Tensor], world: World) -> float:

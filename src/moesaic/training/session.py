@@ -29,14 +29,7 @@ from moesaic.training.parallel import World
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.schedule import positions, refuse_long_warmup
 from moesaic.training.start import Start, Trainable, build_trainable, load_run_tokenizer, refuse_unknown_keys
-from moesaic.training.state import (
-    RunState,
-    prune_states,
-    read_run,
-    remove_unfinished,
-    restore,
-    save_state,
-)
+from moesaic.training.state import RunState, prune_states, read_run, remove_unfinished, restore, save_state
 from moesaic.training.step import StepResult
 
 
@@ -106,7 +99,7 @@ _NEW = RunState(step=0, metrics_bytes=0, validation=None, recipe={}, data=[])
 """Where a run stands that goes on from no state."""
 
 
-def start(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: bool) -> Session:
+def begin(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: bool) -> Session:
     """Everything that can be refused, then the model, the data and the last state."""
     state = next(reversed(list_states(out / "state")), None) if resume else None
     saved = _NEW if state is None else read_run(state)

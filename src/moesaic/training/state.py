@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from moesaic.checkpoint.headers import load_json
 from moesaic.checkpoint.pio import explained, sync_path
-from moesaic.checkpoint.source import load_json
 from moesaic.common.errors import MoesaicError
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.training.folder import RUN_FILE, UNFINISHED, list_states

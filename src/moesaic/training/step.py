@@ -16,7 +16,7 @@ from moesaic.routing.install import routing_context
 from moesaic.routing.losses import Load, balance_loss, balanced_bias, measure_load, reduce_load, router_z_loss
 from moesaic.routing.pools import RoutingContext
 from moesaic.routing.rules import RoutingDecision
-from moesaic.training.optimizer import gradient_norm, scale_gradients, set_learning_rate
+from moesaic.training.optimizer import gradient_norm, scale_gradients
 from moesaic.training.parallel import reshard
 from moesaic.training.start import Trainable
 
@@ -211,7 +211,8 @@ def _update(trainable: Trainable, result: StepResult, rate: float) -> None:
         assert installation.selection_bias is not None
         assert result.load is not None
         installation.selection_bias = balanced_bias(installation.selection_bias, result.load, rate=balancing)
-    set_learning_rate(trainable.optimizer, rate)
+    for group in trainable.optimizer.param_groups:
+        group["lr"] = rate
     trainable.optimizer.step()
     trainable.masters.publish()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from moesaic.checkpoint import card
+from moesaic.checkpoint import record as card
 from moesaic.common.progress import amount
 from moesaic.families.counting import count_shapes
 from moesaic.upcycling.choices import LayerSpec

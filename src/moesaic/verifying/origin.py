@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import factorial, frexp
 from typing import Any
 
-from moesaic.checkpoint.provenance import PROVENANCE_FILE, fingerprint, read_provenance, weights_hash
+from moesaic.checkpoint.record import PROVENANCE_FILE, fingerprint, read_provenance, weights_hash
 from moesaic.checkpoint.scan import scan
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.checkpoint.provenance import read_provenance
+from moesaic.checkpoint.record import read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress

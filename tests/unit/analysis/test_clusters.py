@@ -19,7 +19,7 @@ from moesaic.analysis.clusters import (
     cluster_tokens,
     concentration,
     covariance,
-    document_table,
+    cross_table,
     gather,
     mutual_information,
     principal_components,
@@ -27,7 +27,6 @@ from moesaic.analysis.clusters import (
     seed_centres,
     silhouette,
     spherical_kmeans,
-    string_counts,
     unit,
     write_unit_rows,
 )
@@ -148,16 +147,16 @@ def test_metrics_against_the_definitions():
     assert mutual_information(cluster, domain) == pytest.approx(2 * information / sum(entropies))
     assert mutual_information(cluster, np.zeros(200, dtype=int)) is None
     document = np.sort(draw.integers(0, 10, 200))
-    found = document_table(cluster, document, 10, 4)
+    found = cross_table(document, cluster, 10, 4)
     for d in range(10):
         counts = [((document == d) & (cluster == c)).sum() for c in range(4)]
         assert found[d].tolist() == counts
         assert concentration(found)[d] == max(counts) / sum(counts)
 
 
-def test_string_counts():
-    counts = string_counts(np.array([0, 1, 1, 0], dtype=np.int16), np.array([0, 0, 2, 1]), 2, 2)
-    assert counts.tolist() == [[1, 1], [1, 0]]
+def test_tokens_of_each_string_in_each_cluster():
+    counts = cross_table(np.array([0, 0, 2, 1]), np.array([0, 1, 1, 0], dtype=np.int16), 3, 2)
+    assert counts.tolist() == [[1, 1], [1, 0], [0, 1]]
 
 
 def test_silhouette_is_the_naive_one():

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from moesaic.checkpoint.card import model_card, write_card
+from moesaic.checkpoint.record import model_card, write_card
 
 
 def card(**changes: Any) -> str:

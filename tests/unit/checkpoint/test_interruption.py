@@ -15,7 +15,7 @@ from moesaic.checkpoint import pio
 from moesaic.checkpoint.headers import read_header
 from moesaic.checkpoint.layout import OutputTensor, plan_files
 from moesaic.checkpoint.output import output_folder
-from moesaic.checkpoint.provenance import fingerprint, read_provenance, write_provenance
+from moesaic.checkpoint.record import fingerprint, read_provenance, write_provenance
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter
 from moesaic.common.errors import MoesaicError

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moesaic.checkpoint.buffers import BufferPool
 from moesaic.checkpoint.headers import TensorInfo, read_header
-from moesaic.checkpoint.reader import DTYPE_CODES, TORCH_DTYPES, read_tensor
+from moesaic.checkpoint.reader import DTYPE_CODES, TORCH_DTYPES, BufferPool, read_tensor
 from moesaic.common.errors import MoesaicError
 from tests.tiny_files import write_tensors
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from moesaic.checkpoint import streaming
 from moesaic.checkpoint.lazy import computed, concat, stack, stored, together
-from moesaic.checkpoint.provenance import fingerprint, original_experts, read_provenance
+from moesaic.checkpoint.record import fingerprint, original_experts, read_provenance
 from moesaic.checkpoint.scan import scan
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.write import NewCheckpoint, check_sources, write, write_unless_dry

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from moesaic.checkpoint.layout import Layout, OutputTensor, plan_files
-from moesaic.checkpoint.provenance import fingerprint
+from moesaic.checkpoint.record import fingerprint
 from moesaic.checkpoint.scan import HASH, scan
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter, Written

@@ -17,9 +17,9 @@ from moesaic.training.schedule import learning_rate
 from moesaic_lab.experiments import EXPERIMENTS
 from moesaic_lab.plan import Plan, Step, read_plan, write_plan
 from moesaic_lab.report import find
-from moesaic_lab.run import run_experiment
+from moesaic_lab.runs import dense_config
 from moesaic_lab.scale import SCALES, EmoVariant, load_scale
-from moesaic_lab.writing import dense_config
+from moesaic_lab.workflow import run_experiment
 
 CI = Path(__file__).with_name("ci.yaml")
 

@@ -2,7 +2,8 @@
 
 import re
 
-from moesaic_lab.plots import claims_picture, learning_curves, retention
+from moesaic_lab.experiments.divmoe_results import CLAIMS
+from moesaic_lab.report import claims_picture, learning_curves, retention
 
 
 def _subset(model, share, losses, documents: int | None = 5, method="router"):
@@ -88,10 +89,10 @@ def test_claims_are_right_of_0_where_they_hold():
 
     rows = [{"measure": m, "seed": s, "value": v} for m, v in (("bigram_loss", 4), ("premise_loss", 3)) for s in (0, 1)]
     rows += [*end("divmoe", 2.0, 2.0), *end("dense", 2.25, 2.25), *end("btx", 1.91, 1.91)]
-    svg = claims_picture("divmoe", [*rows, *ablated(6.0)])
+    svg = claims_picture(CLAIMS, [*rows, *ablated(6.0)])
     places = [float(x) for x in re.findall(r'cx="(.*?)"', svg)]
     assert places == [195.0, 91.0]  # 130 and a half, or 0.3, of 130: roots of 0.25 and -0.09
     assert ">seen: DivMoE is better than the dense model" in svg
     assert ">opposite: without fine-grained experts" in svg
-    assert ">not testable here: DivMoE" in claims_picture("divmoe", [*rows, *ablated(3.1)])
-    assert claims_picture("divmoe", []) == ""
+    assert ">not testable here: DivMoE" in claims_picture(CLAIMS, [*rows, *ablated(3.1)])
+    assert claims_picture(CLAIMS, []) == ""

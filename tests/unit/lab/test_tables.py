@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from moesaic_lab.experiments.emo_tables import tables as emo_tables
-from moesaic_lab.experiments.expand_tables import tables as expand_tables
-from moesaic_lab.tables import difference, interval_of, pivot, seed_values, show, where
+from moesaic_lab.experiments.emo_results import tables as emo_tables
+from moesaic_lab.experiments.expand_results import tables as expand_tables
+from moesaic_lab.results import difference, interval_of, pivot, seed_values, show, where
 
 _T_2 = 4.302652729911275  # Student's t, 97.5%, 2 degrees of freedom
 
@@ -40,7 +40,7 @@ def test_pivot():
         _row(0, 2.0, model="a", domain="y"),
         _row(0, 4.0, model="b", domain="y"),
     ]
-    table = pivot(rows, title="t", note="n", down=("model",), across="domain", mean="mean")
+    table = pivot(rows, title="t", note="n")
     assert table.header == ("model", "x", "y", "mean")
     assert table.rows == (("b", "1.000", "4.000", "2.500"), ("a", "", "2.000", "2.000"))
 

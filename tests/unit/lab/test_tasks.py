@@ -5,12 +5,9 @@ import pytest
 import torch
 
 from moesaic.common.errors import MoesaicError
-from moesaic.routing.pools import RoutingContext
-from moesaic.routing.rules import RoutingDecision
-from moesaic_lab.tasks.pools import violations
-from moesaic_lab.tasks.premise import frequencies
-from moesaic_lab.tasks.prepare import Prepare, texts_of
-from moesaic_lab.tasks.prepare import run as prepare
+from moesaic.routing.types import RoutingContext, RoutingDecision
+from moesaic_lab.data import prepare, texts_of
+from moesaic_lab.tasks import frequencies, violations
 
 
 def _decision(ids_TK, allowed_TE):
@@ -45,15 +42,13 @@ def test_held_out_documents_are_cut_and_counted(tmp_path, monkeypatch):
         (data / f"x.{split}.jsonl").write_text("".join(lines))
     monkeypatch.chdir(tmp_path)
     prepare(
-        Prepare(
-            data=str(data),
-            domains=("x",),
-            documents=1,
-            tasks=1,
-            held_out_size=250,
-            held_out_characters=100,
-            vocabulary=300,
-        )
+        data=str(data),
+        domains=("x",),
+        documents=1,
+        tasks=1,
+        held_out_size=250,
+        held_out_characters=100,
+        vocabulary=300,
     )
     held_out = list(texts_of(tmp_path / "data" / "x.valid.jsonl"))
     assert held_out == ["a" * 100, "b" * 100, "c" * 100]

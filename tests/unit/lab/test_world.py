@@ -8,8 +8,8 @@ import re
 import pytest
 import xxhash
 
-from moesaic_lab.world import DOMAINS, choice_rows, documents, generation_rows, write_world
-from moesaic_lab.world.facts import PEOPLE
+from moesaic_lab.data import DOMAINS, choice_rows, documents, generation_rows, write_world
+from moesaic_lab.stories import PEOPLE
 
 _PEOPLE = {person.name: person for person in PEOPLE}
 

@@ -94,5 +94,5 @@ def test_foretold_sizes_are_those_of_the_verb(tmp_path, family, fused):
         plan = resolve(ExpandRecipe(checkpoint=str(source), experts=12, routing=routing))
         made = build(plan, plan.copies({}), {})
         config, shapes = grown(plan)
-        assert shapes == {tensor.output.name: tuple(tensor.output.shape) for tensor in made.tensors}
+        assert shapes == {name: tuple(tensor.shape) for name, tensor in made.tensors.items()}
         assert config == made.config

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moesaic_lab.experiments import divmoe, emo, expand, life
+from moesaic_lab.claims import Claim
+from moesaic_lab.experiments import divmoe, divmoe_results, emo, emo_results, expand, expand_results, life
 from moesaic_lab.plan import Plan
-from moesaic_lab.rows import Row
+from moesaic_lab.results import Row, Table
 from moesaic_lab.scale import Scale
-from moesaic_lab.tables import Table
 
 _FLOPS = 25e9
 """Floating-point operations a second of one core, at 6 per active parameter and token: measured, MoE and dense."""
@@ -23,6 +23,7 @@ class Experiment:
     """(scale, folder of --data or None, number of seeds) -> steps."""
     tables: Callable[[Sequence[Row]], list[Table]]
     """Rows of numbers -> tables."""
+    claims: Sequence[Claim]
     size: Callable[[Scale], tuple[int, int]]
     """Scale -> active parameters of its models (embeddings included), and tokens that each sees."""
 
@@ -36,25 +37,29 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "emo": Experiment(
         question="can a part of the experts stand for the whole on one domain (EMO)?",
         plan=emo.plan,
-        tables=emo.tables,
+        tables=emo_results.tables,
+        claims=emo_results.CLAIMS,
         size=emo.size,
     ),
     "divmoe": Experiment(
         question="what is the best start for an MoE of dense specialists (DivMoE)?",
         plan=divmoe.plan,
-        tables=divmoe.tables,
+        tables=divmoe_results.tables,
+        claims=divmoe_results.CLAIMS,
         size=divmoe.size,
     ),
     "expand": Experiment(
         question="can few experts become many on the way (Expert Upcycling)?",
         plan=expand.plan,
-        tables=expand.tables,
+        tables=expand_results.tables,
+        claims=expand_results.CLAIMS,
         size=expand.size,
     ),
     "life": Experiment(
         question="does a model gain from all of it, one after the other, over training it dense?",
         plan=life.plan,
         tables=life.tables,
+        claims=life.CLAIMS,
         size=life.size,
     ),
 }

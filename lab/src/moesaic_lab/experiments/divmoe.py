@@ -9,25 +9,21 @@ published one, two whole FFNs a token, and `btx_top1` the one of the same active
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from moesaic.common.yaml_text import dump_yaml
-from moesaic_lab.experiments.divmoe_tables import tables
 from moesaic_lab.plan import Plan, Step
-from moesaic_lab.rows import ROWS
-from moesaic_lab.scale import DivmoeMethod, DivmoeScale, Scale, TrainScale
-from moesaic_lab.writing import (
-    STAGE_SEED,
+from moesaic_lab.runs import (
+    Command,
+    Repetition,
     Run,
     dense_config,
     domains_of,
     experiment_plan,
     premise_step,
-    task_command,
-    task_file,
+    task_step,
     train_step,
 )
-
-__all__ = ["NAME", "plan", "tables"]
+from moesaic_lab.scale import DivmoeMethod, DivmoeScale, Scale
 
 NAME = "divmoe"
 _BALANCE = {"balance": {"coefficient": 0.02, "scope": "global"}}
@@ -84,9 +80,8 @@ def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
 def size(scale: Scale) -> tuple[int, int]:
     """Active parameters of a model, and the tokens that it sees with four domains."""
     divmoe = scale.divmoe
-    return divmoe.model.active_parameters(divmoe.intermediate_size), tokens_before_joint(
-        divmoe, 4
-    ) + divmoe.train.whole_tokens
+    tokens = divmoe.base.whole_tokens + 4 * divmoe.specialist.whole_tokens + divmoe.train.whole_tokens
+    return divmoe.model.active_parameters(divmoe.intermediate_size), tokens
 
 
 def fits(method: DivmoeMethod, domains: int) -> bool:
@@ -106,90 +101,52 @@ def _notices(left_out: Sequence[DivmoeMethod], domains: int) -> tuple[str, ...]:
 
 
 def _steps_of_seed(divmoe: DivmoeScale, domains: Sequence[str], seed: int, *, with_tasks: bool) -> Iterator[Step]:
-    base, specialists = dense_stages(divmoe, domains, seed)
+    mine = Repetition(shape=divmoe.model, domains=domains, seed=seed)
+    base, specialists = dense_stages(divmoe, mine)
     yield train_step(base)
     yield premise_step(base, domains, seed)
     yield train_step(*specialists.values(), name=f"specialists-{seed}", needs=(base.name,))
-    longer = _longer_base(divmoe, base, domains, seed)
+    train = replace(divmoe.specialist, tokens=sum(run.tokens for run in specialists.values()))
+    labels = {"model": "base, trained longer", "stage": "dense"}
+    longer = mine.run("longer", base.folder, train, stage=_LONGER, before=base.tokens, labels=labels)
     yield train_step(longer, needs=(base.name,))
-    runs = [_second_stage(divmoe, "dense", longer.folder, domains, seed)]
+
+    def joint(method: str, model: str, **more: Any) -> Run:
+        labels = {"stage": "joint"}
+        return mine.run(method, model, divmoe.train, stage=1, before=longer.tokens_after, labels=labels, **more)
+
+    runs = [joint("dense", longer.folder)]
     yield train_step(runs[0], needs=(longer.name,))
     for method in divmoe.methods:
         upcycled = f"upcycled/{method}-{seed}"
-        runs.append(_second_stage(divmoe, method, upcycled, domains, seed))
+        runs.append(joint(method, upcycled, losses=_BALANCE))
         source = longer if method in _SINGLE_SOURCE else base
         command = upcycle_command(method, source, specialists, upcycled, seed)
-        step = train_step(runs[-1], needs=(f"specialists-{seed}", longer.name))
-        yield replace(step, commands=(command, *step.commands))
+        yield train_step(command, runs[-1], needs=(f"specialists-{seed}", longer.name))
     if with_tasks:
-        yield _accuracy([base, *runs], domains, seed, needs=[f"specialists-{seed}", *(run.name for run in runs)])
-
-
-def dense_stages(divmoe: DivmoeScale, domains: Sequence[str], seed: int) -> tuple[Run, dict[str, Run]]:
-    """The dense base, and one specialist per domain that goes on from it."""
-    config = dense_config(divmoe.model, divmoe.intermediate_size)
-    base = _run(divmoe, f"base-{seed}", {"family": "llama", "config": config}, divmoe.base, domains, domains, seed)
-    base = replace(base, labels={"model": "base", "stage": "dense"})
-    specialists = {}
-    for domain in domains:
-        name, stage = f"specialist-{domain}-{seed}", seed + _SPECIALIST * STAGE_SEED
-        run = _run(divmoe, name, base.folder, divmoe.specialist, [domain], domains, stage, tokens_before=base.tokens)
-        specialists[domain] = replace(run, labels={"model": f"specialist {domain}", "stage": "dense", "seed": seed})
-    return base, specialists
-
-
-def _longer_base(divmoe: DivmoeScale, base: Run, domains: Sequence[str], seed: int) -> Run:
-    """The base on as many more tokens as the specialists have together."""
-    stage = divmoe.specialist
-    train = replace(stage, tokens=len(domains) * stage.whole_tokens)
-    stage_seed = seed + _LONGER * STAGE_SEED
-    run = _run(divmoe, f"longer-{seed}", base.folder, train, domains, domains, stage_seed, tokens_before=base.tokens)
-    return replace(run, labels={"model": "base, trained longer", "stage": "dense", "seed": seed})
-
-
-def _run(
-    divmoe: DivmoeScale,
-    name: str,
-    model: str | Mapping[str, object],
-    train: TrainScale,
-    sources: Sequence[str],
-    measured: Sequence[str],
-    seed: int,
-    tokens_before: int = 0,
-) -> Run:
-    return Run(
-        name=name,
-        model=model,
-        train=train,
-        shape=divmoe.model,
-        sources=sources,
-        measured=measured,
-        seed=seed,
-        labels={},
-        tokens_before=tokens_before,
-        more={},
-    )
-
-
-def _second_stage(divmoe: DivmoeScale, method: str, model: str, domains: Sequence[str], seed: int) -> Run:
-    before = tokens_before_joint(divmoe, len(domains))
-    run = _run(divmoe, f"{method}-{seed}", model, divmoe.train, domains, domains, seed + STAGE_SEED, before)
-    losses = {} if method == "dense" else _BALANCE
-    return replace(run, labels={"model": method, "stage": "joint", "seed": seed}, more={"losses": losses})
-
-
-def tokens_before_joint(divmoe: DivmoeScale, domains: int) -> int:
-    """Of the base and all specialists, or of the base trained longer."""
-    return divmoe.base.whole_tokens + domains * divmoe.specialist.whole_tokens
+        models = {str(run.labels["model"]): run.folder for run in (base, *runs)}
+        needs = (f"specialists-{seed}", *(run.name for run in runs))
+        settings = {"checkpoints": models, "domains": list(domains)}
+        yield task_step("accuracy", f"accuracy-{seed}", settings, needs=needs, labels={"seed": seed})
 
 
 _SPECIALIST, _LONGER = 11, 12
 """Stages, beside those of `life`."""
 
 
-def upcycle_command(
-    method: DivmoeMethod, base: Run, specialists: Mapping[str, Run], out: str, seed: int
-) -> tuple[str, ...]:
+def dense_stages(divmoe: DivmoeScale, mine: Repetition) -> tuple[Run, dict[str, Run]]:
+    """The dense base, and one specialist per domain that goes on from it."""
+    model = {"family": "llama", "config": dense_config(divmoe.model, divmoe.intermediate_size)}
+    base = mine.run("base", model, divmoe.base, labels={"stage": "dense"})
+    specialists = {}
+    for domain in mine.domains:
+        labels = {"model": f"specialist {domain}", "stage": "dense"}
+        how = {"stage": _SPECIALIST, "before": base.tokens, "only": domain, "labels": labels}
+        specialists[domain] = mine.run(f"specialist-{domain}", base.folder, divmoe.specialist, **how)
+    return base, specialists
+
+
+def upcycle_command(method: DivmoeMethod, base: Run, specialists: Mapping[str, Run], out: str, seed: int) -> Command:
     """The upcycling of one method."""
     common = ("upcycle", base.folder, out)
     last = ("--seed", str(seed), "--overwrite", "--quiet")
@@ -199,19 +156,3 @@ def upcycle_command(
         return (*common, *options, "--experts", str(experts), *last)
     named = (word for name, run in specialists.items() for word in ("--specialist", f"{name}={run.folder}"))
     return (*common, *_FROM_SPECIALISTS[method], *named, *last)
-
-
-def _accuracy(runs: Sequence[Run], domains: Sequence[str], seed: int, *, needs: Sequence[str]) -> Step:
-    name = f"accuracy-{seed}"
-    settings = {
-        "checkpoints": {str(run.labels["model"]): run.folder for run in runs},
-        "rows": f"{ROWS}/{name}.jsonl",
-        "domains": list(domains),
-        "seed": seed,
-    }
-    return Step(
-        name=name,
-        commands=(task_command("accuracy", name),),
-        needs=tuple(needs),
-        files={task_file(name): dump_yaml(settings)},
-    )

@@ -1,29 +1,25 @@
 """EMO (sections 3 to 5, appendices A and B): standard and modular MoE on the same tokens, and parts of them."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moesaic.common.yaml_text import dump_yaml
-from moesaic_lab.experiments.emo_tables import nearest_to_5, tables
-from moesaic_lab.plan import Plan, Step
-from moesaic_lab.rows import ROWS
-from moesaic_lab.scale import EmoScale, Scale
-from moesaic_lab.writing import (
+from moesaic.selection.request import Method
+from moesaic_lab.experiments.emo_results import nearest_to_5
+from moesaic_lab.plan import Plan, Step, selection_file, train_file
+from moesaic_lab.runs import (
     PREPARE,
-    STAGE_SEED,
+    Command,
+    Repetition,
     Run,
     dense_config,
     experiment_plan,
     premise_step,
-    task_command,
-    task_file,
-    train_file,
+    task_step,
     train_step,
 )
-
-__all__ = ["NAME", "plan", "tables"]
+from moesaic_lab.scale import EmoScale, Scale
 
 NAME = "emo"
 _MATCHED_SHARE = 0.25
@@ -52,42 +48,44 @@ def size(scale: Scale) -> tuple[int, int]:
 
 
 def _steps_of_seed(emo: EmoScale, domains: Sequence[str], seed: int) -> Iterator[Step]:
-    models = {name: _model(emo, name, domains, seed) for name in ("standard", "emo", "few_experts", "dense")}
+    mine = Repetition(shape=emo.model, domains=domains, seed=seed)
+    models = {name: _model(emo, name, mine) for name in ("standard", "emo", "few_experts", "dense")}
     for run in models.values():
         yield train_step(run)
     yield premise_step(models["dense"], domains, seed)
-    pools = {"run": models["emo"].folder, "steps": _POOL_STEPS, "labels": {"model": "emo"}}
-    yield _task("pools", f"pools-{seed}", pools | {"seed": seed}, needs=models["emo"].name)
+    pools = {"run": models["emo"].folder, "steps": _POOL_STEPS}
+    yield task_step("pools", f"pools-{seed}", pools, needs=(models["emo"].name,), labels=_labels(models["emo"]))
     for name in ("standard", "emo"):
-        step = _subsets(emo, name, models[name], domains, seed, documents=emo.documents, methods=emo.methods)
+        step = _subsets(emo, models[name], mine, documents=emo.documents, methods=emo.methods)
         yield step
-        yield _inspect(emo, name, models[name], domains, seed)
-        yield _tune(emo, name, models[name], domains, seed, needs=step.name)
+        yield _inspect(emo, models[name], mine)
+        yield _tune(emo, models[name], mine, needs=step.name)
     for variant in emo.variants:
-        run = _model(emo, variant, domains, seed)
-        yield train_step(run, needs=("standard-" + str(seed),) if variant == "annealing" else (PREPARE,))
-        yield _subsets(emo, variant, run, domains, seed, documents=(nearest_to_5(emo.documents),), methods=("router",))
+        run = _model(emo, variant, mine)
+        yield train_step(run, needs=(models["standard"].name,) if variant == "annealing" else (PREPARE,))
+        yield _subsets(emo, run, mine, documents=(nearest_to_5(emo.documents),), methods=("router",))
 
 
-def _model(emo: EmoScale, name: str, domains: Sequence[str], seed: int) -> Run:
+def _model(emo: EmoScale, name: str, mine: Repetition) -> Run:
     """The run of one model: the common recipe, and what is its own."""
-    model, train, more = _VARIANTS[name](emo)
-    return Run(
-        name=f"{name}-{seed}",
-        model=f"runs/standard-{seed}" if model is None else model,
-        train=train or emo.train,
-        shape=emo.model,
-        sources=domains,
-        measured=domains,
-        seed=seed if model is not None else seed + STAGE_SEED,
-        labels={"model": name, "stage": "trained", "seed": seed},
-        more=more,
-    )
+    model, more = _VARIANTS[name](emo)
+    labels = {"stage": "trained"}
+    if model is not None:
+        return mine.run(name, model, emo.train, labels=labels, **more)
+    assert emo.anneal is not None, "checked by the scale"
+    before = emo.train.whole_tokens
+    return mine.run(name, f"runs/standard-{mine.seed}", emo.anneal, stage=1, before=before, labels=labels, **more)
+
+
+def _labels(run: Run) -> dict[str, Any]:
+    """Of what is measured on a model."""
+    return {name: run.labels[name] for name in ("model", "seed")}
 
 
 _POOLS = {"rule": "document_pool", "pool_draw": "document_and_layer"}
 _LOSSES: Mapping[str, Any] = {"balance": {"coefficient": 0.1, "scope": "global"}, "router_z": 0.001}
-_Variant = tuple[Mapping[str, Any] | None, Any, dict[str, Any]]
+_Variant = tuple[Mapping[str, Any] | None, dict[str, Any]]
+"""A model, or None for the standard one, and keys of its recipe."""
 
 
 def _moe(emo: EmoScale, *, experts: int | None = None, shared: int = 1) -> dict[str, Any]:
@@ -109,120 +107,66 @@ def _matched_experts(emo: EmoScale) -> int:
     return math.ceil(_MATCHED_SHARE * emo.experts)
 
 
-def _standard(emo: EmoScale) -> _Variant:
-    return _moe(emo), None, {"losses": _LOSSES}
-
-
-def _emo(emo: EmoScale) -> _Variant:
-    return _moe(emo), None, {"losses": _LOSSES, "routing": _pools(emo)}
-
-
-def _few_experts(emo: EmoScale) -> _Variant:
-    return _moe(emo, experts=_matched_experts(emo)), None, {"losses": _LOSSES}
-
-
-def _dense(emo: EmoScale) -> _Variant:
-    return {"family": "llama", "config": dense_config(emo.model, emo.width)}, None, {}
-
-
-def _fixed_pool(emo: EmoScale) -> _Variant:
-    return _moe(emo), None, {"losses": _LOSSES, "routing": _pools(emo, _matched_experts(emo))}
-
-
-def _no_shared_expert(emo: EmoScale) -> _Variant:
-    return _moe(emo, shared=0), None, {"losses": _LOSSES, "routing": _pools(emo)}
-
-
 def _local_balancing(emo: EmoScale) -> _Variant:
     """Balanced within micro-batches of a few sequences, where the others balance the whole batch."""
     losses = {**_LOSSES, "balance": {"coefficient": 0.1, "scope": "local"}}
     batch = {"tokens": emo.train.batch_tokens, "micro_sequences": _LOCAL_SEQUENCES}
-    return _moe(emo), None, {"losses": losses, "routing": _pools(emo), "batch": batch}
+    return _moe(emo), {"losses": losses, "routing": _pools(emo), "batch": batch}
 
 
-def _annealing(emo: EmoScale) -> _Variant:
-    return None, emo.anneal, {"losses": _LOSSES, "routing": _pools(emo), "optimizer": _TO_ZERO}
-
-
-_VARIANTS = {
-    "standard": _standard,
-    "emo": _emo,
-    "few_experts": _few_experts,
-    "dense": _dense,
-    "fixed_pool": _fixed_pool,
-    "no_shared_expert": _no_shared_expert,
+_TO_ZERO = {"schedule": "linear", "min_lr": 0.0, "warmup_steps": 0}
+_VARIANTS: Mapping[str, Callable[[EmoScale], _Variant]] = {
+    "standard": lambda emo: (_moe(emo), {"losses": _LOSSES}),
+    "emo": lambda emo: (_moe(emo), {"losses": _LOSSES, "routing": _pools(emo)}),
+    "few_experts": lambda emo: (_moe(emo, experts=_matched_experts(emo)), {"losses": _LOSSES}),
+    "dense": lambda emo: ({"family": "llama", "config": dense_config(emo.model, emo.width)}, {}),
+    "fixed_pool": lambda emo: (_moe(emo), {"losses": _LOSSES, "routing": _pools(emo, _matched_experts(emo))}),
+    "no_shared_expert": lambda emo: (_moe(emo, shared=0), {"losses": _LOSSES, "routing": _pools(emo)}),
     "local_balancing": _local_balancing,
-    "annealing": _annealing,
+    "annealing": lambda emo: (None, {"losses": _LOSSES, "routing": _pools(emo), "optimizer": _TO_ZERO}),
 }
 
 
-def _task(task: str, name: str, settings: Mapping[str, Any], needs: str) -> Step:
-    values = {**settings, "rows": f"{ROWS}/{name}.jsonl"}
-    return Step(
-        name=name, commands=(task_command(task, name),), needs=(needs,), files={task_file(name): dump_yaml(values)}
-    )
-
-
-def _subsets(
-    emo: EmoScale, name: str, run: Run, domains: Sequence[str], seed: int, *, documents: Sequence[int], methods: Any
-) -> Step:
+def _subsets(emo: EmoScale, run: Run, mine: Repetition, *, documents: Sequence[int], methods: Sequence[Method]) -> Step:
     settings = {
         "checkpoint": run.folder,
         "selections": f"selections/{run.name}",
-        "domains": list(domains),
+        "domains": list(mine.domains),
         "sequence_length": emo.model.sequence_length,
         "shares": list(emo.shares),
         "documents": list(documents),
         "methods": list(methods),
-        "calibration_tokens": emo.model.sequence_length,
-        "seed": seed,
-        "labels": {"model": name},
-        "check_extracted": seed == 0,
+        "seed": mine.seed,
+        "check_extracted": mine.seed == 0,
     }
-    return _task("subsets", f"subsets-{run.name}", settings, needs=run.name)
+    return task_step("subsets", f"subsets-{run.name}", settings, needs=(run.name,), labels=_labels(run))
 
 
-def _inspect(emo: EmoScale, name: str, run: Run, domains: Sequence[str], seed: int) -> Step:
+def _inspect(emo: EmoScale, run: Run, mine: Repetition) -> Step:
     """Clusters of tokens by their routing (section 5.3)."""
     folder = f"inspections/{run.name}"
-    settings = {"inspection": folder, "seed": seed, "labels": {"model": name}}
-    step = _task("inspected", f"inspect-{run.name}", settings, needs=run.name)
-    texts = (word for domain in domains for word in ("--data", train_file(domain)))
+    step = task_step("inspected", f"inspect-{run.name}", {"inspection": folder}, needs=(run.name,), labels=_labels(run))
+    texts = (word for domain in mine.domains for word in ("--data", train_file(domain)))
     inspect = (
         *("inspect", run.folder, folder, *texts, "--tokens", str(emo.inspect_tokens)),
-        *("--clusters", str(emo.clusters), "--seed", str(seed), "--overwrite", "--quiet"),
+        *("--clusters", str(emo.clusters), "--seed", str(mine.seed), "--overwrite", "--quiet"),
     )
     return replace(step, commands=(inspect, *step.commands))
 
 
-def _tune(emo: EmoScale, name: str, run: Run, domains: Sequence[str], seed: int, *, needs: str) -> Step:
+def _tune(emo: EmoScale, run: Run, mine: Repetition, *, needs: str) -> Step:
     """Fine-tune the whole model and subsets of it (by `router`, on 5 documents or the nearest number) per domain."""
     documents = nearest_to_5(emo.documents)
-    commands: list[tuple[str, ...]] = []
-    runs = []
-    for domain in domains:
+    parts: list[Run | Command] = []
+    for domain in mine.domains:
         for share in emo.tune_shares:
-            source = run.folder
+            source, part = run.folder, f"{domain}-{100 * share:g}"
             if share < 1:
-                selection = f"selections/{run.name}/{domain}-{documents}-{100 * share:g}.json"
-                source = f"subsets/{run.name}-{domain}-{100 * share:g}"
-                commands.append(("extract", run.folder, selection, source, "--overwrite", "--quiet"))
-            runs.append(
-                Run(
-                    name=f"tuned-{run.name}-{domain}-{100 * share:g}",
-                    model=source,
-                    train=emo.tune,
-                    shape=emo.model,
-                    sources=(domain,),
-                    measured=(domain,),
-                    seed=seed + STAGE_SEED,
-                    labels={"model": name, "stage": "tuned", "share": share, "seed": seed},
-                    more={"optimizer": _TO_ZERO},
-                )
-            )
-            commands.append(runs[-1].command)
-    step = train_step(*runs, name=f"tuned-{run.name}", needs=(needs,))
-    return replace(step, commands=tuple(commands))
-
-
-_TO_ZERO = {"schedule": "linear", "min_lr": 0.0, "warmup_steps": 0}
+                selection = selection_file(f"selections/{run.name}", domain, documents, share)
+                source = f"subsets/{run.name}-{part}"
+                parts.append(("extract", run.folder, selection, source, "--overwrite", "--quiet"))
+            labels = {"model": run.labels["model"], "stage": "tuned", "share": share}
+            how = {"stage": 1, "only": domain, "labels": labels, "optimizer": _TO_ZERO}
+            tuned = mine.run(f"tuned-{run.labels['model']}-{part}", source, emo.tune, **how)
+            parts.append(replace(tuned, measured=(domain,)))
+    return train_step(*parts, name=f"tuned-{run.name}", needs=(needs,))

@@ -11,12 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moesaic_lab.experiments.expand_tables import tables
-from moesaic_lab.plan import Plan, Step
+from moesaic_lab.plan import Plan, Step, train_file
+from moesaic_lab.runs import Command, Repetition, Run, dense_config, experiment_plan, premise_step, train_step
 from moesaic_lab.scale import ExpandScale, Scale, TrainScale, Treatment
-from moesaic_lab.writing import STAGE_SEED, Run, dense_config, experiment_plan, premise_step, train_file, train_step
-
-__all__ = ["NAME", "plan", "tables"]
 
 NAME = "expand"
 _GROWTH = 2
@@ -73,139 +70,98 @@ class _Seed:
     """The steps of one seed."""
 
     def __init__(self, scale: ExpandScale, domains: Sequence[str], seed: int) -> None:
-        self.scale, self.domains, self.seed = scale, domains, seed
+        self.scale, self.mine = scale, Repetition(shape=scale.model, domains=domains, seed=seed)
         self.total, self.warmup = scale.train.steps, _warmup(scale.train)
-        self.shares = tuple(dict.fromkeys(_after_warmup(share, scale.train) for share in scale.shares))
-        self.ratio_share = _after_warmup(_RATIO_SHARE, scale.train)
+        self.last = ("--seed", str(seed), "--overwrite", "--quiet")
 
     def steps(self) -> Iterator[Step]:
         """Fixed sizes; then, for every share, the small model so far and everything that grows from it."""
         scale = self.scale
-        sizes = sorted({size for e in (scale.experts, *scale.other_experts) for size in (e, _GROWTH * e)})
-        for size in sizes:
+        for size in sorted({size for e in (scale.experts, *scale.other_experts) for size in (e, _GROWTH * e)}):
             yield train_step(self._fixed(size))
-        yield premise_step(self._fixed(scale.experts), self.domains, self.seed)
-        for share in self.shares:
-            before = self._before(scale.experts, share)
-            yield train_step(before)
-            yield self._grown(before, scale.experts, share, scale.treatments)
+        yield premise_step(self._fixed(scale.experts), self.mine.domains, self.mine.seed)
+        for share in dict.fromkeys(_after_warmup(share, scale.train) for share in scale.shares):
+            yield from self._growing(scale.experts, share, scale.treatments)
         if scale.other_experts:
-            yield from self._ratios()
-
-    def _ratios(self) -> Iterator[Step]:
-        """Other activation ratios, and sparse upcycling from a dense model, all at half of the steps."""
-        scale = self.scale
-        for experts in scale.other_experts:
-            before = self._before(experts, self.ratio_share)
-            yield train_step(before)
-            yield self._grown(before, experts, self.ratio_share, scale.treatments[:1])
-        dense = {"family": "llama", "config": dense_config(scale.model, scale.expert_size)}
-        before = replace(
-            self._first(f"before-dense-{self.seed}", dense, self.ratio_share),
-            labels={"model": "dense", "share": self.ratio_share},
-        )
-        yield train_step(replace(before, more={"optimizer": before.more["optimizer"]}))
-        runs, commands = [], []
-        for experts in (scale.experts, *scale.other_experts):
-            name = f"sparse-{experts}-{self.seed}"
-            upcycled = f"grown/{name}"
-            commands.append(self._sparse(before.folder, upcycled, experts * _GROWTH))
-            runs.append(self._after(name, upcycled, experts, self.ratio_share, {"model": "sparse"}))
-            commands.append(runs[-1].command)
-        yield replace(train_step(*runs, name=f"sparse-{self.seed}", needs=(before.name,)), commands=tuple(commands))
-
-    def _sparse(self, base: str, out: str, experts: int) -> tuple[str, ...]:
-        """Copies of the dense FFN, which is as wide as one expert: the same architecture as the grown models."""
-        scale = self.scale
-        return (
-            *("upcycle", base, out, "--method", "sparse", "--experts", str(experts), "--top-k", str(scale.top_k)),
-            *("--layers", scale.moe_layers, "--seed", str(self.seed), "--overwrite", "--quiet"),
-        )
+            share = _after_warmup(_RATIO_SHARE, scale.train)
+            for experts in scale.other_experts:
+                yield from self._growing(experts, share, scale.treatments[:1])
+            yield from self._sparse(share)
 
     def _moe(self, experts: int) -> dict[str, Any]:
         scale = self.scale
-        moe = {
-            "experts": experts,
-            "top_k": scale.top_k,
-            "intermediate_size": scale.expert_size,
-            "layers": scale.moe_layers,
-        }
-        return {"family": "llama", "config": dense_config(scale.model, scale.expert_size), "moe": moe}
+        moe = {"experts": experts, "top_k": scale.top_k, "intermediate_size": scale.expert_size}
+        config = dense_config(scale.model, scale.expert_size)
+        return {"family": "llama", "config": config, "moe": {**moe, "layers": scale.moe_layers}}
 
-    def _steps_before(self, share: float) -> int:
-        return min(self.total - 1, max(1, round(share * self.total)))
+    def _fixed(self, experts: int) -> Run:
+        labels = {"model": "fixed", "experts": experts}
+        optimizer = {"schedule": "linear", "min_lr": 0.0}
+        train = self.scale.train
+        return self.mine.run(
+            f"fixed-{experts}", self._moe(experts), train, labels=labels, losses=_LOSSES, optimizer=optimizer
+        )
 
     def _rate(self, step: int) -> float:
         """Learning rate of a step (0-based) of the whole run, after the warmup."""
         return self.scale.train.lr * (self.total - step) / (self.total - self.warmup)
 
-    def _run(self, name: str, model: Any, steps: int, optimizer: Mapping[str, Any], labels: Mapping[str, Any]) -> Run:
-        return Run(
-            name=name,
-            model=model,
-            train=self._train(steps),
-            shape=self.scale.model,
-            sources=self.domains,
-            measured=self.domains,
-            seed=self.seed,
-            labels=labels,
-            more={
-                "losses": _LOSSES,
-                "optimizer": {"schedule": "linear", **optimizer},
-            },
-        )
+    def _parts(self, share: float) -> tuple[TrainScale, TrainScale, float]:
+        """The steps before and after an expansion, and the learning rate at it."""
+        steps, train = min(self.total - 1, max(1, round(share * self.total))), self.scale.train
+        before, after = (replace(train, tokens=n * train.batch_tokens) for n in (steps, self.total - steps))
+        return before, after, self._rate(steps)
 
-    def _train(self, steps: int) -> TrainScale:
-        return replace(self.scale.train, tokens=steps * self.scale.train.batch_tokens)
-
-    def _fixed(self, experts: int) -> Run:
-        labels = {"model": "fixed", "experts": experts}
-        return self._run(f"fixed-{experts}-{self.seed}", self._moe(experts), self.total, {"min_lr": 0.0}, labels)
-
-    def _before(self, experts: int, share: float) -> Run:
-        run = self._first(f"before-{experts}-{share:g}-{self.seed}", self._moe(experts), share)
-        return replace(run, labels={"model": "before", "experts": experts, "share": share})
-
-    def _first(self, name: str, model: Any, share: float) -> Run:
+    def _before(self, name: str, model: Any, share: float, labels: Mapping[str, Any], **more: Any) -> Run:
         """The first part of a run of all steps, at the rates that it has there."""
-        steps = self._steps_before(share)
-        return self._run(name, model, steps, {"min_lr": self._rate(steps), "warmup_steps": self.warmup}, {})
+        train, _, rate = self._parts(share)
+        optimizer = {"schedule": "linear", "min_lr": rate, "warmup_steps": self.warmup}
+        return self.mine.run(name, model, train, labels={**labels, "share": share}, optimizer=optimizer, **more)
 
-    def _after(self, name: str, model: str, experts: int, share: float, labels: Mapping[str, Any]) -> Run:
-        steps = self._steps_before(share)
-        optimizer = {"lr": self._rate(steps), "min_lr": 0.0, "warmup_steps": 0}
-        sizes = {"from": experts, "experts": _GROWTH * experts, "top_k": self.scale.top_k}
-        run = self._run(name, model, self.total - steps, optimizer, {**labels, **sizes, "share": share})
-        labels = {**run.labels, "seed": self.seed}
-        return replace(run, seed=self.seed + STAGE_SEED, labels=labels, tokens_before=self._train(steps).tokens)
+    def _after(self, name: str, experts: int, share: float, labels: Mapping[str, Any]) -> Run:
+        """The second part, of the model in grown/NAME."""
+        before, train, rate = self._parts(share)
+        optimizer = {"schedule": "linear", "lr": rate, "min_lr": 0.0, "warmup_steps": 0}
+        sizes = {"from": experts, "experts": _GROWTH * experts, "top_k": self.scale.top_k, "share": share}
+        how = {"stage": 1, "before": before.whole_tokens, "losses": _LOSSES, "optimizer": optimizer}
+        return self.mine.run(name, f"grown/{name}-{self.mine.seed}", train, labels={**labels, **sizes}, **how)
 
-    def _grown(self, before: Run, experts: int, share: float, treatments: Sequence[Treatment]) -> Step:
-        """Grow one model in every way and train each on."""
-        runs, commands = [], []
+    def _growing(self, experts: int, share: float, treatments: Sequence[Treatment]) -> Iterator[Step]:
+        """The small model so far; then grow it in every way and train each on."""
+        labels = {"model": "before", "experts": experts}
+        before = self._before(f"before-{experts}-{share:g}", self._moe(experts), share, labels, losses=_LOSSES)
+        yield train_step(before)
+        parts: list[Run | Command] = []
         for treatment in treatments:
-            name = f"grown-{experts}-{share:g}-{treatment}-{self.seed}"
-            commands.append(
-                (
-                    *("expand", before.folder, f"grown/{name}", "--experts", str(_GROWTH * experts)),
-                    *self._options(treatment),
-                    *("--seed", str(self.seed), "--overwrite", "--quiet"),
-                )
-            )
             labels = {"model": "grown", "treatment": treatment}
-            runs.append(self._after(name, f"grown/{name}", experts, share, labels))
-            commands.append(runs[-1].command)
-        step = train_step(*runs, name=f"grown-{experts}-{share:g}-{self.seed}", needs=(before.name,))
-        return replace(step, commands=tuple(commands))
+            run = self._after(f"grown-{experts}-{share:g}-{treatment}", experts, share, labels)
+            grow = ("expand", before.folder, str(run.model), "--experts", str(_GROWTH * experts))
+            parts += [(*grow, *self._options(treatment), *self.last), run]
+        yield train_step(*parts, name=f"grown-{experts}-{share:g}-{self.mine.seed}", needs=(before.name,))
 
-    def _options(self, treatment: Treatment) -> tuple[str, ...]:
+    def _sparse(self, share: float) -> Iterator[Step]:
+        """Sparse upcycling: copies of a dense FFN as wide as one expert, the same architecture as the grown models."""
+        scale = self.scale
+        dense = {"family": "llama", "config": dense_config(scale.model, scale.expert_size)}
+        before = self._before("before-dense", dense, share, {"model": "dense"})
+        yield train_step(before)
+        parts: list[Run | Command] = []
+        for experts in (scale.experts, *scale.other_experts):
+            run = self._after(f"sparse-{experts}", experts, share, {"model": "sparse"})
+            options = ("--method", "sparse", "--experts", str(experts * _GROWTH), "--top-k", str(scale.top_k))
+            command = ("upcycle", before.folder, str(run.model), *options, "--layers", scale.moe_layers)
+            parts += [(*command, *self.last), run]
+        yield train_step(*parts, name=f"sparse-{self.mine.seed}", needs=(before.name,))
+
+    def _options(self, treatment: Treatment) -> Command:
         """Of `expand`. The exact expansion chooses its copies by the same utility as the paper's."""
         scale = self.scale
-        texts = tuple(word for domain in self.domains for word in ("--calibration", train_file(domain)))
+        texts = tuple(word for domain in self.mine.domains for word in ("--calibration", train_file(domain)))
         by_gradient = (
             *("--utility", "gradient_norm", *texts, "--utility-batches", str(scale.utility_batches)),
             *("--batch-size", str(_UTILITY_SEQUENCES), "--sequence-length", str(scale.model.sequence_length)),
         )
-        options: Mapping[Treatment, tuple[str, ...]] = {
+        options: Mapping[Treatment, Command] = {
             "gradient_norm": by_gradient,
             "uniform": ("--utility", "uniform"),
             "random": ("--utility", "uniform", "--expert-op", "random"),

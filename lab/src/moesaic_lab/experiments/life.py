@@ -5,31 +5,18 @@ pools train a model that does so at inference. Annealing leaves the pools on rec
 copies refuses a rule that would go on; so one step with the model's own routing, at next to no learning rate, ends it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from statistics import fmean
 
 from moesaic.common.errors import MoesaicError
-from moesaic.common.yaml_text import dump_yaml
-from moesaic_lab.experiments.divmoe import dense_stages, fits, tokens_before_joint, upcycle_command
+from moesaic_lab.claims import Claim, Numbers
+from moesaic_lab.experiments.divmoe import dense_stages, fits, upcycle_command
 from moesaic_lab.experiments.divmoe import size as divmoe_size
-from moesaic_lab.experiments.life_tables import tables
-from moesaic_lab.plan import Plan, Step
-from moesaic_lab.rows import ROWS
-from moesaic_lab.scale import DivmoeScale, LifeScale, Scale, TrainScale, kept_experts
-from moesaic_lab.writing import (
-    STAGE_SEED,
-    Run,
-    domains_of,
-    experiment_plan,
-    premise_step,
-    task_command,
-    task_file,
-    train_file,
-    train_step,
-)
-
-__all__ = ["NAME", "plan", "tables"]
+from moesaic_lab.plan import Plan, Step, train_file
+from moesaic_lab.results import Row, Table, interval_of, label_values, show, where
+from moesaic_lab.runs import Repetition, Run, domains_of, experiment_plan, premise_step, task_step, train_step
+from moesaic_lab.scale import DivmoeScale, LifeScale, Scale, kept_experts
 
 NAME = "life"
 _EXPERTS_PER_DOMAIN, _TOP_K = 2, 2
@@ -70,130 +57,153 @@ class _Life:
 
     def __init__(self, divmoe: DivmoeScale, life: LifeScale, domains: Sequence[str], seed: int) -> None:
         self.divmoe, self.life, self.domains, self.seed = divmoe, life, domains, seed
+        self.mine = Repetition(shape=divmoe.model, domains=domains, seed=seed)
         self.target = domains[0]
         self.experts = len(domains) * _EXPERTS_PER_DOMAIN
-        self.before = tokens_before_joint(divmoe, len(domains))
+        self.last = ("--seed", str(seed), "--overwrite", "--quiet")
 
     def steps(self) -> Iterator[Step]:
         """The whole way, the short way, and what all of it is worth."""
-        base, specialists = dense_stages(self.divmoe, self.domains, self.seed)
+        base, specialists = dense_stages(self.divmoe, self.mine)
         yield train_step(base)
         yield premise_step(base, self.domains, self.seed)
         yield train_step(*specialists.values(), name=f"specialists-{self.seed}", needs=(base.name,))
-        joint, modular, upcycle = self._middle(base, specialists)
-        seen = modular.tokens_before + modular.tokens
-        settled = self._run("settled", modular.folder, self._one_step(), 2, optimizer=_TO_ZERO, tokens_before=seen)
-        step = train_step(joint, modular, settled, name=f"modular-{self.seed}", needs=(f"specialists-{self.seed}",))
-        yield replace(step, commands=(upcycle, *step.commands))
+        upcycled = self._folder("upcycled", "joint")
+        upcycle = upcycle_command(_METHOD, base, specialists, upcycled, self.seed)
+        before = base.tokens + sum(run.tokens for run in specialists.values())
+        joint = self.mine.run("joint", upcycled, self.divmoe.train, stage=1, before=before, losses=_LOSSES)
+        modular, settled = self._modular(joint)
+        middle = train_step(
+            upcycle, joint, modular, settled, name=f"modular-{self.seed}", needs=(f"specialists-{self.seed}",)
+        )
+        yield middle
         for routing in ("exact", "plain"):
-            yield self._grow(settled, routing, needs=step.name)
+            yield self._grow(settled, routing, needs=middle.name)
         yield self._part(needs=f"grown_plain-{self.seed}")
         yield self._short_way(base)
-        yield self._measure(
-            {
-                "dense base": base.folder,
-                "divmoe, not trained": self._folder("upcycled", "joint"),
-                "divmoe, joint stage": joint.folder,
-                "divmoe, annealed with pools": modular.folder,
-                "grown exactly, not trained": self._folder("grown", "exact"),
-                "grown exactly, trained": self._folder("runs", "grown_exact"),
-                "grown plainly, not trained": self._folder("grown", "plain"),
-                "grown plainly, trained": self._folder("runs", "grown_plain"),
-                f"part for {self.target}": self._folder("subsets", "part"),
-                f"part for {self.target}, fine-tuned": self._folder("runs", "tuned"),
-                "part put back": self._folder("merged", "experts"),
-                "part and its router rows put back": self._folder("merged", "router"),
-                "short way: dense, same tokens": self._folder("runs", "short"),
-                f"short way, fine-tuned on {self.target}": self._folder("runs", "short_tuned"),
-            }
-        )
+        yield self._measure(base, joint, modular)
 
     def _folder(self, kind: str, name: str) -> str:
         return f"{kind}/{name}-{self.seed}"
 
-    def _run(self, name: str, model: str, train: TrainScale, stage: int, **more: Any) -> Run:
-        return Run(
-            name=f"{name}-{self.seed}",
-            model=model,
-            train=train,
-            shape=self.divmoe.model,
-            sources=more.pop("sources", self.domains),
-            measured=self.domains,
-            seed=self.seed + stage * STAGE_SEED,
-            labels={"model": name, "seed": self.seed},
-            tokens_before=more.pop("tokens_before", 0),
-            more=more,
-        )
-
-    def _middle(self, base: Run, specialists: Mapping[str, Run]) -> tuple[Run, Run, tuple[str, ...]]:
-        upcycled = self._folder("upcycled", "joint")
-        upcycle = upcycle_command(_METHOD, base, specialists, upcycled, self.seed)
-        joint = self._run("joint", upcycled, self.divmoe.train, 1, losses=_LOSSES, tokens_before=self.before)
+    def _modular(self, joint: Run) -> tuple[Run, Run]:
+        """Annealed with pools, and one step without them."""
+        anneal, run = self.life.anneal, self.mine.run
         pools = {"rule": "document_pool", "pool_size": [_TOP_K, self.experts], "pool_draw": "document_and_layer"}
-        seen = joint.tokens_before + joint.tokens
-        annealed = {"losses": _LOSSES, "routing": pools, "optimizer": _TO_ZERO, "tokens_before": seen}
-        return joint, self._run("modular", joint.folder, self.life.anneal, 2, **annealed), upcycle
-
-    def _one_step(self) -> TrainScale:
-        anneal = self.life.anneal
-        return replace(anneal, tokens=anneal.batch_tokens, lr=anneal.lr / 1e6, warmup_steps=0)
+        how = {"stage": 2, "before": joint.tokens_after, "losses": _LOSSES, "optimizer": _TO_ZERO}
+        modular = run("modular", joint.folder, anneal, routing=pools, **how)
+        one_step = replace(anneal, tokens=anneal.batch_tokens, lr=anneal.lr / 1e6, warmup_steps=0)
+        how = {"stage": 2, "before": modular.tokens_after, "optimizer": _TO_ZERO}
+        return modular, run("settled", modular.folder, one_step, **how)
 
     def _grow(self, settled: Run, routing: str, *, needs: str) -> Step:
         out = self._folder("grown", routing)
         option = ("--routing", "one_per_copy_group") if routing == "exact" else ()
-        command = (
-            *("expand", settled.folder, out, "--experts", str(2 * self.experts), "--utility", "uniform", *option),
-            *("--seed", str(self.seed), "--overwrite", "--quiet"),
+        grow = ("expand", settled.folder, out, "--experts", str(2 * self.experts), "--utility", "uniform", *option)
+        how = {"stage": 3, "before": settled.tokens_after, "losses": _LOSSES, "optimizer": _TO_ZERO}
+        return train_step(
+            (*grow, *self.last), self.mine.run(f"grown_{routing}", out, self.life.grown, **how), needs=(needs,)
         )
-        more = {"losses": _LOSSES, "optimizer": _TO_ZERO, "tokens_before": settled.tokens_before + settled.tokens}
-        run = self._run(f"grown_{routing}", out, self.life.grown, 3, **more)
-        step = train_step(run, needs=(needs,))
-        return replace(step, commands=(command, *step.commands))
+
+    def _tuned(self, name: str, model: str) -> Run:
+        how = {"stage": 4, "only": self.target, "labels": {"stage": "tuned"}, "optimizer": _TO_ZERO}
+        return self.mine.run(name, model, self.life.tune, **how)
 
     def _part(self, *, needs: str) -> Step:
         """Choose and extract experts of one domain, fine-tune them, put them back with and without their rows."""
         full, part = self._folder("runs", "grown_plain"), self._folder("subsets", "part")
-        selection = f"selections/part-{self.seed}.json"
-        keep = f"{100 * self.life.keep:g}%"
-        tuned = self._run("tuned", part, self.life.tune, 4, sources=[self.target], optimizer=_TO_ZERO)
-        commands = (
-            (
-                *("select", full, selection, "--data", train_file(self.target), "--keep", keep, "--examples", "20"),
-                *("--max-tokens", str(self.divmoe.model.sequence_length)),
-            ),
-            ("extract", full, selection, part, "--overwrite", "--quiet"),
-            tuned.command,
-            ("merge-back", full, tuned.folder, self._folder("merged", "experts"), "--overwrite", "--quiet"),
-            (
-                *("merge-back", full, tuned.folder, self._folder("merged", "router"), "--with", "router"),
-                *("--overwrite", "--quiet"),
-            ),
+        selection, quiet = f"selections/part-{self.seed}.json", ("--overwrite", "--quiet")
+        tuned = self._tuned("tuned", part)
+        keep = ("--keep", f"{100 * self.life.keep:g}%", "--examples", "20")
+        length = ("--max-tokens", str(self.divmoe.model.sequence_length))
+        return train_step(
+            ("select", full, selection, "--data", train_file(self.target), *keep, *length),
+            ("extract", full, selection, part, *quiet),
+            tuned,
+            ("merge-back", full, tuned.folder, self._folder("merged", "experts"), *quiet),
+            ("merge-back", full, tuned.folder, self._folder("merged", "router"), "--with", "router", *quiet),
+            needs=(needs,),
         )
-        return replace(train_step(tuned, needs=(needs,)), commands=commands)
 
     def _short_way(self, base: Run) -> Step:
         """The dense base on all the tokens that the specialists and the MoE had, then the same fine-tuning."""
         divmoe, life = self.divmoe, self.life
-        batch = divmoe.train.batch_tokens
         stages = [divmoe.specialist] * len(self.domains) + [divmoe.train, life.anneal, life.grown]
-        tokens = sum(stage.whole_tokens for stage in stages)
-        train = replace(divmoe.train, tokens=-(-tokens // batch) * batch)
-        dense = self._run("short", base.folder, train, 1, tokens_before=base.tokens)
-        tuned = self._run("short_tuned", dense.folder, life.tune, 4, sources=[self.target], optimizer=_TO_ZERO)
-        return train_step(dense, tuned, needs=(base.name,))
+        train = replace(divmoe.train, tokens=sum(stage.whole_tokens for stage in stages))
+        dense = self.mine.run("short", base.folder, train, stage=1, before=base.tokens)
+        return train_step(dense, self._tuned("short_tuned", dense.folder), needs=(base.name,))
 
-    def _measure(self, checkpoints: Mapping[str, str]) -> Step:
-        name = f"measure-{self.seed}"
-        settings = {
-            "checkpoints": dict(checkpoints),
-            "rows": f"{ROWS}/{name}.jsonl",
-            "domains": list(self.domains),
-            "sequence_length": self.divmoe.model.sequence_length,
-            "seed": self.seed,
+    def _measure(self, base: Run, joint: Run, modular: Run) -> Step:
+        target = self.target
+        models = {
+            "dense base": base.folder,
+            "divmoe, not trained": self._folder("upcycled", "joint"),
+            "divmoe, joint stage": joint.folder,
+            "divmoe, annealed with pools": modular.folder,
+            "grown exactly, not trained": self._folder("grown", "exact"),
+            "grown exactly, trained": self._folder("runs", "grown_exact"),
+            "grown plainly, not trained": self._folder("grown", "plain"),
+            "grown plainly, trained": self._folder("runs", "grown_plain"),
+            f"part for {target}": self._folder("subsets", "part"),
+            f"part for {target}, fine-tuned": self._folder("runs", "tuned"),
+            "part put back": self._folder("merged", "experts"),
+            "part and its router rows put back": self._folder("merged", "router"),
+            "short way: dense, same tokens": self._folder("runs", "short"),
+            f"short way, fine-tuned on {target}": self._folder("runs", "short_tuned"),
         }
-        return Step(
-            name=name,
-            commands=(task_command("measure", name),),
-            needs=tuple(f"{step}-{self.seed}" for step in ("grown_exact", "tuned", "short")),
-            files={task_file(name): dump_yaml(settings)},
-        )
+        length = self.divmoe.model.sequence_length
+        settings = {"checkpoints": models, "domains": list(self.domains), "sequence_length": length}
+        needs = tuple(f"{step}-{self.seed}" for step in ("grown_exact", "tuned", "short"))
+        return task_step("measure", f"measure-{self.seed}", settings, needs=needs, labels={"seed": self.seed})
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """Loss and size after every step of the way."""
+    measured, sizes = where(rows, measure="measured_loss"), where(rows, measure="parameters")
+    domains = label_values(measured, "domain")
+    models = sorted(label_values(measured, "model"), key=lambda name: where(measured, model=name)[0]["order"])
+    body = []
+    for model in models:
+        mine = where(measured, model=model)
+        losses = (show(interval_of(where(mine, domain=domain))) for domain in domains)
+        size = fmean(row["value"] for row in where(sizes, model=model))
+        body.append((model, f"{size:,.0f}", *losses, show(interval_of(mine))))
+    table = Table(
+        title="A model's life",
+        note="Parameters, and held-out loss in nats per token after every step of the way, and of the short way: the "
+        "dense base trained on as many tokens.",
+        header=("model", "parameters", *domains, "mean"),
+        rows=tuple(body),
+    )
+    return [table] if body else []
+
+
+_NEAR = 0.001
+"""Nats per token that count as nothing: float32 rounds differently with other numbers of experts."""
+
+
+def _at(n: Numbers, model: str) -> float:
+    return n("measured_loss", model=model)
+
+
+CLAIMS = (
+    Claim(
+        says="(ours) dense, upcycled, annealed and grown, a model ends below the dense one on the same tokens",
+        place="whole way",
+        figure="loss of the short way minus that of the model grown exactly and trained",
+        effect=lambda n: _at(n, "short way: dense, same tokens") - _at(n, "grown exactly, trained"),
+    ),
+    Claim(
+        says="(ours) growing exactly costs nothing",
+        place="methods.md, section 3",
+        figure=f"{_NEAR} minus the rise of the loss, grown exactly",
+        effect=lambda n: _NEAR - (_at(n, "grown exactly, not trained") - _at(n, "divmoe, annealed with pools")),
+        otherwise="not seen",
+    ),
+    Claim(
+        says="(ours) growing exactly ends below growing plainly",
+        place="methods.md, section 3",
+        figure="loss grown plainly minus loss grown exactly, both trained",
+        effect=lambda n: _at(n, "grown plainly, trained") - _at(n, "grown exactly, trained"),
+    ),
+)

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moesaic.checkpoint.provenance import (
-    SIDE_FILES,
-    TOKENIZER_FILES,
+from moesaic.checkpoint.headers import SIDE_FILES, TOKENIZER_FILES
+from moesaic.checkpoint.record import (
     check_side_files,
     combine,
     copy_side_files,
@@ -172,7 +171,7 @@ def test_versions() -> None:
 
 
 def test_interface_modules_are_free_of_torch() -> None:
-    modules = ["headers", "source", "layout", "output", "provenance", "card", "scan", "hub", "pio"]
+    modules = ["headers", "source", "layout", "output", "record", "lazy", "streaming", "scan", "hub", "pio"]
     code = "import sys\n" + "\n".join(f"import moesaic.checkpoint.{m}" for m in modules)
     code += "\nprint(sorted({'torch', 'transformers'} & sys.modules.keys()))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -181,7 +180,7 @@ def test_interface_modules_are_free_of_torch() -> None:
 
 def test_headers_alone_import_next_to_nothing() -> None:
     code = (
-        "import sys\nfrom moesaic.checkpoint import headers, layout, output, source, provenance\n"
+        "import sys\nfrom moesaic.checkpoint import headers, layout, lazy, output, record, source, streaming\n"
         "print(sorted({'torch', 'transformers', 'numpy', 'huggingface_hub', 'yaml'} & sys.modules.keys()))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,10 +1,12 @@
-"""Where a checkpoint comes from: moesaic.json, hashes of weights, and the files that come along unchanged.
+"""What is written beside the weights: moesaic.json (where they come from), the model card, the files that come along.
 
 Torch-free.
 """
 
 import json
 import platform
+import re
+import shlex
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -13,32 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import moesaic
+from moesaic.checkpoint.headers import SIDE_FILES, load_json
 from moesaic.checkpoint.pio import explained
-from moesaic.checkpoint.source import Checkpoint, file_inside, load_json
+from moesaic.checkpoint.source import Checkpoint, file_inside
 from moesaic.common.errors import MoesaicError
 
 PROVENANCE_FILE = "moesaic.json"
 FORMAT = "moesaic/1"
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-)
-
-VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
-"""Those of them that a tokenizer cannot do without: at least one of these."""
-
-SIDE_FILES = (*TOKENIZER_FILES, "generation_config.json", "chat_template*", "additional_chat_templates/*")
-"""Patterns of the files (relative to the checkpoint folder) that an output takes over byte for byte."""
-
 _PACKAGES = ("torch", "transformers", "safetensors", "huggingface_hub", "numpy")
+
+
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(@\S+)?")
+_MARKUP = re.compile(r"[\\`*_{}\[\]<>|#!~$&]")
 
 
 def versions() -> dict[str, str]:
@@ -213,3 +202,79 @@ def _matches(name: str, pattern: str) -> bool:
     """fnmatch per path component."""
     parts, patterns = name.split("/"), pattern.split("/")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+# --- the model card: everything that comes from users or checkpoints is escaped ---------------------------------------
+
+
+def front_matter(*, bases: Sequence[str], tags: Sequence[str], license_name: str | None = None) -> str:
+    """The YAML block at the top of a card, with its fences: `library_name`, `license`, `base_model` and `tags`.
+
+    `bases` are names as the user gave them; they become `base_model`, hub ids without their revision.
+    """
+    import yaml
+
+    front: dict[str, object] = {"library_name": "transformers"}
+    if license_name:
+        front["license"] = _line(license_name)
+    front["base_model"] = list(dict.fromkeys(map(_without_revision, bases)))
+    front["tags"] = list(dict.fromkeys(["moesaic", "mixture-of-experts", *map(_line, tags)]))
+    return f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n"
+
+
+def model_card(
+    *,
+    title: str,
+    bases: Sequence[str],
+    tags: Sequence[str],
+    command: Sequence[str],
+    facts: Mapping[str, object],
+    license_name: str | None = None,
+) -> str:
+    """Markdown with front matter, the command and a table of facts.
+
+    `command` is the argument list, quoted for a shell; `facts` are the table's rows in order.
+    """
+    rows = [f"| {escape(name)} | {escape(value)} |" for name, value in facts.items()]
+    parts = [
+        front_matter(bases=bases, tags=tags, license_name=license_name),
+        f"# {escape(title)}",
+        "",
+        "Made with Moesaic; `moesaic.json` records recipe, seed, versions and hashes.",
+        "",
+        fenced(shlex.join(command), language="bash"),
+        "",
+        "| What | Value |",
+        "|---|---|",
+        *rows,
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def _without_revision(base: str) -> str:
+    match = None if Path(base).exists() else _HUB_ID.fullmatch(base)
+    return match[1] if match else base
+
+
+def write_card(folder: Path, card: str) -> None:
+    """Write the card as README.md."""
+    path = folder / "README.md"
+    with explained(path):
+        path.write_text(card, encoding="utf-8")
+
+
+def escape(value: object) -> str:
+    """Plain text for a paragraph, heading or table cell: one line, no markup, no HTML."""
+    return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", _line(value))
+
+
+def fenced(text: str, *, language: str) -> str:
+    """A code block whose fence is longer than any run of backticks in the text."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def _line(value: object) -> str:
+    return " ".join(str(value).split())
