@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
 
-from moesaic.expansion.measures import Interval, mean_interval
+from moesaic.common.intervals import Interval, mean_interval
 from moesaic_lab.results import Row, Table, label_values, show, where
 
 Verdict = Literal["seen", "not seen", "opposite", "undecided", "not testable here", "not measured"]

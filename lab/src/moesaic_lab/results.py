@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import Any, TypeVar
 
 from moesaic.checkpoint.pio import write_file
-from moesaic.expansion.measures import Interval, mean_interval
+from moesaic.common.intervals import Interval, mean_interval
 from moesaic.training.metrics import METRICS_FILE
 from moesaic_lab.plan import ROWS, Plan
 

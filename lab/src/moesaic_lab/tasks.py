@@ -19,19 +19,19 @@ from moesaic.analysis.format import read_inspection
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.recipe import load_recipe
 from moesaic.data.cache import open_cache
-from moesaic.data.dataset import PackedDataset
-from moesaic.data.prepare import prepare
+from moesaic.data.dataset import PackedDataset, ValidationSet, validation_sets
 from moesaic.data.recipe import DataRecipe, SourceRecipe
-from moesaic.data.validation import ValidationSet, validation_sets
+from moesaic.data.tokenise import prepare
 from moesaic.loading import load_tokenizer
-from moesaic.routing.cross_entropy import IGNORED, token_losses
+from moesaic.modeling.cross_entropy import IGNORED, ratio_with_error, token_losses
 from moesaic.routing.install import routing_context
-from moesaic.routing.types import RoutingContext, RoutingDecision
-from moesaic.selection.request import Method
-from moesaic.selection.selection import Selection, save_selection
+from moesaic.routing.pools import RoutingContext
+from moesaic.routing.rules import RoutingDecision
+from moesaic.routing.subset import Selection, save_selection
+from moesaic.selection.recipe import Method
 from moesaic.selection.statistics import load_statistics
 from moesaic.training.recipe import TrainRecipe
-from moesaic.training.validate import add_losses, ratio_with_error
+from moesaic.training.step import add_losses
 from moesaic_lab.plan import selection_file, train_file, valid_file
 from moesaic_lab.results import Row, read_lines
 

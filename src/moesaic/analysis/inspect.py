@@ -15,8 +15,9 @@ from moesaic.analysis.health import RULE, layer_verdict, model_verdict
 from moesaic.analysis.inspection import DataFacts, DomainFacts, Inspection, ModelFacts, Statistics, level_name
 from moesaic.analysis.recipe import InspectRecipe
 from moesaic.analysis.summary import visible
+from moesaic.checkpoint.headers import VOCABULARY_FILES
 from moesaic.checkpoint.output import check_target, output_folder, require_disk
-from moesaic.checkpoint.provenance import VOCABULARY_FILES, read_provenance, side_files, versions
+from moesaic.checkpoint.record import read_provenance, side_files, versions
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import amount

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.source import load_json
+from moesaic.checkpoint.headers import load_json
 from moesaic.common.errors import MoesaicError
 
 FORMAT = "moesaic-results/1"

@@ -13,7 +13,7 @@ from statistics import NormalDist
 from typing import Any
 
 from moesaic.checkpoint.pio import explained
-from moesaic.checkpoint.provenance import PROVENANCE_FILE, read_provenance
+from moesaic.checkpoint.record import PROVENANCE_FILE, read_provenance
 from moesaic.checkpoint.results import read_results
 from moesaic.common.errors import MoesaicError
 from moesaic.common.intervals import LEVEL, Interval, mean_interval

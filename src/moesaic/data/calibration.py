@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 from moesaic.common import seeds
 from moesaic.common.errors import MoesaicError
-from moesaic.data.files import find_files
+from moesaic.data.files import find_files, read_records
 from moesaic.data.mmlu import category_of
-from moesaic.data.readers import read_records
 from moesaic.data.recipe import SourceRecipe
 
 _FIELD = re.compile(r"\{(\w+)\}")

@@ -13,8 +13,7 @@ from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.data.calibration import in_split, is_choice
-from moesaic.data.files import SUFFIXES, DataFile, find_files, hash_files
-from moesaic.data.readers import Record, read_records
+from moesaic.data.files import SUFFIXES, DataFile, Record, find_files, hash_files, read_records
 from moesaic.data.recipe import SourceRecipe
 from moesaic.evaluation.benchmarks import Benchmark
 from moesaic.evaluation.tasks import Row, as_is

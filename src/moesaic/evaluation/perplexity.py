@@ -18,11 +18,10 @@ from torch import Tensor
 
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
-from moesaic.data.files import DataFile, find_files
-from moesaic.data.readers import read_records
+from moesaic.data.files import DataFile, find_files, read_records
 from moesaic.data.recipe import SourceRecipe
 from moesaic.evaluation.local import DataMissingError
-from moesaic.families.context import trained_context
+from moesaic.families.counting import trained_context
 from moesaic.modeling.cross_entropy import IGNORED, ratio_with_error, token_losses
 
 WINDOW = 2048

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.pio import write_file
-from moesaic.checkpoint.provenance import fingerprint, read_provenance, versions
+from moesaic.checkpoint.record import fingerprint, read_provenance, versions
 from moesaic.checkpoint.results import FORMAT, mean_error, read_results
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError

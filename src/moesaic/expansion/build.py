@@ -31,7 +31,7 @@ from moesaic.families.counting import count_shapes
 from moesaic.families.experts import ExpertWeights
 from moesaic.families.moe import ROUTER_ROLES, ExpertTensor, MoELayerTensors
 from moesaic.modeling.names import code_files
-from moesaic.selection.rules import cut_routing
+from moesaic.routing.subset import cut_routing
 
 Sources = Mapping[int, Sequence[int]]
 """MoE layer -> the source of each expert of the result."""

@@ -14,9 +14,9 @@ from moesaic.expansion.allocation import allocate, evenly, sources_of
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.families.counting import beyond_depth
 from moesaic.families.family import DenseTwin, our_base
+from moesaic.families.identity import group_count
 from moesaic.families.moe import MoEModel, detect_moe
 from moesaic.modeling.names import conversion_of
-from moesaic.selection.source import group_count
 
 Utilities = Mapping[int, tuple[float, ...]]
 """Layer -> utility of each expert."""

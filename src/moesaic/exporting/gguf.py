@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moesaic.checkpoint.card import model_card, write_card
+from moesaic.checkpoint.headers import VOCABULARY_FILES
 from moesaic.checkpoint.lazy import stored
 from moesaic.checkpoint.output import check_target, output_folder, require_disk, scratch_folder
-from moesaic.checkpoint.provenance import VOCABULARY_FILES, read_provenance, side_files, write_provenance
+from moesaic.checkpoint.record import model_card, read_provenance, side_files, write_card, write_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.checkpoint.write import write
 from moesaic.common.errors import MoesaicError

@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from moesaic.checkpoint.pio import explained, read_into
-from moesaic.checkpoint.provenance import PROVENANCE_FILE, read_provenance
+from moesaic.checkpoint.record import PROVENANCE_FILE, read_provenance
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.families.moe import MoEModel

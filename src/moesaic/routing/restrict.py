@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.checkpoint.provenance import read_provenance
+from moesaic.checkpoint.record import read_provenance
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.modeling.modeling_moesaic import group_members

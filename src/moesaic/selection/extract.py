@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.card import model_card
 from moesaic.checkpoint.lazy import Lazy, stored
-from moesaic.checkpoint.provenance import original_experts, read_provenance
+from moesaic.checkpoint.record import model_card, original_experts, read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.checkpoint.write import NewCheckpoint, WriteResult, write_unless_dry
 from moesaic.common.errors import MoesaicError
 from moesaic.common.verbs import verb
 from moesaic.families.counting import beyond_depth, layer_of
 from moesaic.families.identity import describe, find_lineage, refuse_other_model
-from moesaic.families.moe import MoEModel, detect_running
-from moesaic.families.moe_table import EXPERT_COUNT_KEYS, MOE_FAMILIES
+from moesaic.families.moe import EXPERT_COUNT_KEYS, MoEModel, detect_running
+from moesaic.families.moe_table import MOE_FAMILIES
 from moesaic.modeling.names import code_files
 from moesaic.routing.subset import Selection, check_counts, cut_routing, load_selection, own_groups
 from moesaic.selection.recipe import ExtractRecipe

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from moesaic.checkpoint.card import model_card
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.lazy import Lazy, combine, concat, promoted, stored
-from moesaic.checkpoint.provenance import read_provenance
+from moesaic.checkpoint.record import model_card, read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.checkpoint.write import NewCheckpoint, WriteResult, write_unless_dry
 from moesaic.common.errors import MoesaicError

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from moesaic.checkpoint.pio import explained
-from moesaic.checkpoint.provenance import write_provenance
+from moesaic.checkpoint.record import write_provenance
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.write import write
 from moesaic.common.errors import MoesaicError

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.provenance import read_provenance
+from moesaic.checkpoint.record import read_provenance
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice
 from moesaic.data.packing import PackedBatch

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.expansion.measures import Interval
+from moesaic.common.intervals import Interval
 from moesaic_lab.claims import (
     NotMeasuredError,
     Numbers,

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from moesaic.common.errors import MoesaicError
-from moesaic.routing.types import RoutingContext, RoutingDecision
+from moesaic.routing.pools import RoutingContext
+from moesaic.routing.rules import RoutingDecision
 from moesaic_lab.data import prepare, texts_of
 from moesaic_lab.tasks import frequencies, violations
 

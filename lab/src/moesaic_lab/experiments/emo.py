@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moesaic.selection.request import Method
+from moesaic.selection.recipe import Method
 from moesaic_lab.experiments.emo_results import nearest_to_5
 from moesaic_lab.plan import Plan, Step, selection_file, train_file
 from moesaic_lab.runs import (

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from moesaic.common.intervals import GapClosure, gap_closure
 from moesaic.expansion.costs import cpt_of_share, saving
-from moesaic.expansion.measures import GapClosure, gap_closure
 from moesaic_lab.claims import Claim, NotMeasuredError, Numbers, Premise, needing
 from moesaic_lab.results import Row, Table, difference, grid, interval_of, label_values, seed_values, show, where
 
