@@ -14,7 +14,6 @@ from moesaic.modeling import register as _register
 
 if TYPE_CHECKING:
     from moesaic.analysis.inspect import inspect
-    from moesaic.api import upcycle
     from moesaic.comparison.compare import compare
     from moesaic.evaluation.evaluate import evaluate
     from moesaic.expansion.run import expand
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from moesaic.selection.merge import merge_back
     from moesaic.selection.select import select
     from moesaic.training.run import train
+    from moesaic.upcycling.run import upcycle
     from moesaic.verifying.run import verify
 
 __all__ = [
@@ -70,7 +70,7 @@ _FUNCTIONS = {
     "restrict": "moesaic.routing.restrict",
     "select": "moesaic.selection.select",
     "train": "moesaic.training.run",
-    "upcycle": "moesaic.api",
+    "upcycle": "moesaic.upcycling.run",
     "verify": "moesaic.verifying.run",
 }
 
