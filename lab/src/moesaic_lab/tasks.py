@@ -3,7 +3,6 @@
 Each task gives rows without seed and labels, which `moesaic lab task` adds.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import moesaic
 from moesaic.analysis.format import read_inspection
-from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.recipe import load_recipe
 from moesaic.data.cache import open_cache
 from moesaic.data.dataset import PackedDataset
@@ -72,8 +70,7 @@ def measure(*, checkpoints: Mapping[str, str], domains: Sequence[str], sequence_
         common = {"model": name, "order": order}
         model = moesaic.load(folder, device="cpu")
         yield from ({**common, "measure": "measured_loss", **held_out_loss(model, one)} for one in held_out.values())
-        tensors = open_checkpoint(folder).tensors.values()
-        yield {**common, "measure": "parameters", "value": sum(math.prod(tensor.shape) for tensor in tensors)}
+        yield {**common, "measure": "parameters", "value": sum(one.numel() for one in model.parameters())}
 
 
 def premise(*, checkpoint: str, domains: Sequence[str], sequence_length: int) -> Iterator[Row]:
