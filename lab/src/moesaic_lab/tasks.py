@@ -177,9 +177,6 @@ def _losses(model: PreTrainedModel, prompt: list[int], answers: Sequence[list[in
     return losses_T.view(labels_AS.shape).double().sum(dim=1).tolist()
 
 
-_CLUSTERS = ("purity", "nmi", "silhouette", "concentration", "concentration_by_chance")
-
-
 def subsets(
     *,
     checkpoint: str,
@@ -248,7 +245,8 @@ def _choices(
     for number in documents:
         for method in methods:
             if method != "random" or number == documents[0]:
-                yield from ((number, method, share) for share in shares)
+                for share in shares:
+                    yield number, method, share
 
 
 def _similarities(files: Sequence[Path]) -> Iterator[Row]:
@@ -315,6 +313,9 @@ def violations(decision: RoutingDecision, context: RoutingContext) -> int:
     pool_N = torch.zeros(context.num_documents, dtype=torch.int64)
     pool_N[context.document_ids_T[mask_T]] = decision.allowed_TE[mask_T].sum(dim=1)
     return outside + int((used_NE.sum(dim=1) - pool_N).clamp_min(0).sum())
+
+
+_CLUSTERS = ("purity", "nmi", "silhouette", "concentration", "concentration_by_chance")
 
 
 def inspected(*, inspection: str) -> Iterator[Row]:
