@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from moesaic.checkpoint import record as card
-from moesaic.checkpoint.layout import OutputTensor, parse_size
 from moesaic.checkpoint.pieces import ComputedTensor, NewTensor, Put, Work, slot_tensor, whole
 from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
 from moesaic.checkpoint.record import original_experts
 from moesaic.checkpoint.rewrite import Rewrite
+from moesaic.checkpoint.writer import OutputTensor, parse_size
 from moesaic.common.seeds import generator
 from moesaic.expansion.config import grown_config
 from moesaic.expansion.layers import LayerFile

@@ -7,10 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moesaic.checkpoint.layout import OutputTensor
 from moesaic.checkpoint.pieces import ComputedTensor, NewTensor, whole
 from moesaic.checkpoint.reader import TORCH_DTYPES
 from moesaic.checkpoint.source import Checkpoint
+from moesaic.checkpoint.writer import OutputTensor
 from moesaic.common.errors import MoesaicError
 from moesaic.exporting.layouts import Expert, Spelling, expert_tensors, layouts_of
 from moesaic.exporting.natives import EMPTY_SHARED_WIDTH, NATIVE, NativeFamily

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from moesaic.checkpoint.headers import DTYPE_BITS
-from moesaic.checkpoint.layout import OutputTensor
 from moesaic.checkpoint.pieces import ComputedTensor, CopiedTensor, NewTensor, Put, Run, Work
 from moesaic.checkpoint.reader import TORCH_DTYPES
+from moesaic.checkpoint.writer import OutputTensor
 from moesaic.common.errors import MoesaicError
 from moesaic.exporting.rows import read_run
 

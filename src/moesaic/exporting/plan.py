@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from moesaic.checkpoint.layout import parse_size
 from moesaic.checkpoint.pieces import NewTensor
 from moesaic.checkpoint.record import model_card, original_experts, read_provenance
 from moesaic.checkpoint.rewrite import Rewrite
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
+from moesaic.checkpoint.writer import parse_size
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.exporting.assemble import choose, input_layout, native_tensors, our_tensors, refusal, relaid_tensors

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from moesaic.checkpoint.headers import DTYPE_BITS, TensorInfo
-from moesaic.checkpoint.layout import OutputTensor
 from moesaic.checkpoint.pieces import CopiedTensor, Run
 from moesaic.checkpoint.pio import explained, read_into
 from moesaic.checkpoint.reader import TORCH_DTYPES
+from moesaic.checkpoint.writer import OutputTensor
 
 
 @dataclass(frozen=True, kw_only=True)

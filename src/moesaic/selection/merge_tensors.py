@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from moesaic.checkpoint.headers import TensorInfo
-from moesaic.checkpoint.layout import OutputTensor
 from moesaic.checkpoint.pieces import CopiedTensor, Put, Run, Work, whole
 from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
 from moesaic.checkpoint.source import Checkpoint
+from moesaic.checkpoint.writer import OutputTensor
 from moesaic.common.errors import MoesaicError
 from moesaic.families.counting import beyond_depth, layer_of
 from moesaic.families.moe import ROUTER_ROLES, ExpertTensor, MoELayerTensors, MoEModel

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from moesaic.checkpoint.layout import OutputTensor, plan_files
 from moesaic.checkpoint.output import require_disk
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.reader import DTYPE_CODES
 from moesaic.checkpoint.record import write_provenance
 from moesaic.checkpoint.rewrite import rewrite
 from moesaic.checkpoint.source import open_checkpoint
-from moesaic.checkpoint.writer import CheckpointWriter
+from moesaic.checkpoint.writer import CheckpointWriter, OutputTensor, plan_files
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import recipe_values
 from moesaic.data.batch import PackedBatch

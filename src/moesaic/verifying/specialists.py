@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moesaic.checkpoint.record import PROVENANCE_FILE, fingerprint, weights_hash
-from moesaic.checkpoint.scan import scan
 from moesaic.checkpoint.source import open_checkpoint
+from moesaic.checkpoint.streaming import scan
 from moesaic.common.errors import MoesaicError
 from moesaic.families.dense import DenseModel, detect
 from moesaic.verifying.claim import Claim
