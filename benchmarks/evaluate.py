@@ -17,8 +17,9 @@ from typing import Any, cast
 
 from moesaic.evaluation import harness
 from moesaic.evaluation.benchmarks import BENCHMARKS
-from moesaic.evaluation.evaluate import DEFAULT_SEED, evaluate
+from moesaic.evaluation.evaluate import evaluate
 from moesaic.evaluation.local import read_local
+from moesaic.evaluation.recipe import EvalRecipe
 from moesaic.loading import load, load_tokenizer
 
 TASKS = ("arc_easy", "openbookqa", "piqa")
@@ -33,7 +34,7 @@ def alone(checkpoint: Path, data: Path, limit: int, batch_size: int, dtype: str)
     tasks: list[Any] = []
     for name in TASKS:
         local = read_local(name, BENCHMARKS[name], data, shots=0)
-        tasks += harness.build(name, BENCHMARKS[name], shots=0, seed=DEFAULT_SEED, local=local).values()
+        tasks += harness.build(name, BENCHMARKS[name], shots=0, seed=EvalRecipe.seed, local=local).values()
     make, run = cast(Any, HFLM), cast(Any, lm_eval.simple_evaluate)  # decorators hide their signatures
     model = make(pretrained=load(checkpoint, dtype=dtype), tokenizer=load_tokenizer(checkpoint), batch_size=batch_size)
     found = run(model=model, tasks=tasks, limit=limit, log_samples=False)

@@ -103,8 +103,7 @@ class Claim:
     """One claim of a paper."""
 
     says: str
-    place: str
-    """Section, table or figure."""
+    """With the section, table or figure."""
     figure: str
     """What `effect` is, in words."""
     effect: Effect
@@ -159,7 +158,7 @@ def claims_table(claims: Iterable[Claim], rows: Sequence[Row]) -> Table:
     for claim in claims:
         premise = ", ".join(one.said(rows) for one in claim.premises)
         measured = show(interval(claim.effect, rows), 4)
-        body.append((f"{claim.says} ({claim.place})", claim.figure, premise, measured, claim.verdict(rows)))
+        body.append((claim.says, claim.figure, premise, measured, claim.verdict(rows)))
     return Table(
         title="Claims",
         note="Figures with 95% intervals over seeds, differences paired by seed, losses in nats per token. `seen`: the "

@@ -38,7 +38,8 @@ def list_experiments(*, json: Json = False, quiet: Quiet = False) -> None:  # no
     scales: dict[str, Any] = {}
     for name in SCALES:
         scale = load_scale(name)
-        lines += ["", f"--scale {name}: {scale.description}", *([scale.undecided] if scale.undecided else [])]
+        said = [scale.undecided, scale.description] if scale.undecided else [scale.description]
+        lines += ["", f"--scale {name}: {said[0]}", *said[1:]]
         sizes = {}
         for experiment, one in EXPERIMENTS.items():
             active, tokens = one.size(scale)

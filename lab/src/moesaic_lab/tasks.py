@@ -3,7 +3,6 @@
 Each task gives rows without seed and labels, which `moesaic lab task` adds.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import moesaic
 from moesaic.analysis.format import read_inspection
-from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.recipe import load_recipe
 from moesaic.data.cache import open_cache
 from moesaic.data.dataset import PackedDataset, ValidationSet, validation_sets
@@ -72,8 +70,7 @@ def measure(*, checkpoints: Mapping[str, str], domains: Sequence[str], sequence_
         common = {"model": name, "order": order}
         model = moesaic.load(folder, device="cpu")
         yield from ({**common, "measure": "measured_loss", **held_out_loss(model, one)} for one in held_out.values())
-        tensors = open_checkpoint(folder).tensors.values()
-        yield {**common, "measure": "parameters", "value": sum(math.prod(tensor.shape) for tensor in tensors)}
+        yield {**common, "measure": "parameters", "value": sum(one.numel() for one in model.parameters())}
 
 
 def premise(*, checkpoint: str, domains: Sequence[str], sequence_length: int) -> Iterator[Row]:
@@ -180,9 +177,6 @@ def _losses(model: PreTrainedModel, prompt: list[int], answers: Sequence[list[in
     return losses_T.view(labels_AS.shape).double().sum(dim=1).tolist()
 
 
-_CLUSTERS = ("purity", "nmi", "silhouette", "concentration", "concentration_by_chance")
-
-
 def subsets(
     *,
     checkpoint: str,
@@ -251,7 +245,8 @@ def _choices(
     for number in documents:
         for method in methods:
             if method != "random" or number == documents[0]:
-                yield from ((number, method, share) for share in shares)
+                for share in shares:
+                    yield number, method, share
 
 
 def _similarities(files: Sequence[Path]) -> Iterator[Row]:
@@ -318,6 +313,9 @@ def violations(decision: RoutingDecision, context: RoutingContext) -> int:
     pool_N = torch.zeros(context.num_documents, dtype=torch.int64)
     pool_N[context.document_ids_T[mask_T]] = decision.allowed_TE[mask_T].sum(dim=1)
     return outside + int((used_NE.sum(dim=1) - pool_N).clamp_min(0).sum())
+
+
+_CLUSTERS = ("purity", "nmi", "silhouette", "concentration", "concentration_by_chance")
 
 
 def inspected(*, inspection: str) -> Iterator[Row]:

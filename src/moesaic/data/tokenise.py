@@ -195,7 +195,7 @@ def in_batches(
     items: Iterable[Item], size: Callable[[Item], int], *, most_size: int, most_items: int
 ) -> Iterator[list[Item]]:
     """Consecutive items together, until their sizes reach `most_size` or they are `most_items`."""
-    batch: list[T] = []
+    batch: list[Item] = []
     reached = 0
     for item in items:
         batch.append(item)

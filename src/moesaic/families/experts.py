@@ -86,16 +86,21 @@ class ExpertWeights(Generic[T]):
 
         return self.map(scaled)
 
-    def made(self, function: Callable[[], ExpertWeights[Tensor]]) -> ExpertWeights[T]:
+    def made(
+        self, function: Callable[[], ExpertWeights[Tensor]], reads: Sequence[ExpertWeights[T]] = ()
+    ) -> ExpertWeights[T]:
         """The expert of these shapes that `function` computes, from this one's numbers or without them.
 
-        For tensors it is computed now; for expressions when it is written: one expert at a time is in memory.
+        For tensors it is computed now; for expressions when it is written: one expert at a time is in memory. `reads`
+        are the other experts that the function reads: what is read is checked and recorded.
         """
         if not isinstance(self.gate_ID, Lazy):
             return function()  # pyright: ignore[reportReturnType]  # T is Tensor
-        parts: dict[str, Any] = self.parts()
-        outputs = {name: (value.shape, value.dtype) for name, value in parts.items()}
-        return replace(self, **lazy.together(outputs, lambda: function().parts(), parts.values()))
+        own: dict[str, Any] = self.parts()
+        outputs = {name: (value.shape, value.dtype) for name, value in own.items()}
+        read: list[Any] = [part for one in (self, *reads) for part in one.parts().values()]
+        made: Any = lazy.together(outputs, lambda: function().parts(), read)
+        return replace(self, **made)
 
     def read(self) -> ExpertWeights[Tensor]:
         """The numbers in memory of their own, which may be changed in place."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING, Generic, Literal
 
 from moesaic.families.experts import ExpertWeights, T
-from moesaic.upcycling.recipe import DropIndices, RouterInit, RoutingRule
 
 if TYPE_CHECKING:
     import torch
+
+
+RoutingRule = Literal["topk", "one_per_group"]
+RouterInit = Literal["auto", "random", "zeros", "tied", "latin_square"]
+DropIndices = Literal["per-expert", "per-matrix"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,4 +86,4 @@ class Method:
     """Keys of the recipe that only this method uses; with the others they are refused."""
     experts: Callable[[DenseLayer], list[ExpertWeights]]
     """The E experts of a layer, before scaling: the method's equations. Pure, but for the generators that it asks for;
-    what it computes (and does not only cut) it computes in `ExpertWeights.made`."""
+    what it computes and does not only cut, it computes in `ExpertWeights.made`."""

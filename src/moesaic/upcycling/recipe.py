@@ -2,17 +2,19 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from moesaic.common.errors import MoesaicError
+from moesaic.upcycling.method import DropIndices, RouterInit, RoutingRule
+from moesaic.upcycling.methods import METHODS
 
-MethodName = Literal["scratch", "sparse", "drop", "virtual_group", "btx", "divmoe"]
-RoutingRule = Literal["topk", "one_per_group"]
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[tuple(METHODS)]
 Weighting = Literal["selected", "all"]
-RouterInit = Literal["auto", "random", "zeros", "tied", "latin_square"]
 Scale = Literal["exact", "paper", "none"]
 SharedWeights = Literal["mean", "base", "random-specialist", "reinit"]
-DropIndices = Literal["per-expert", "per-matrix"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -31,7 +33,7 @@ class UpcycleRecipe:
     """Everything that decides the bytes of the result.
 
     The number of workers, progress and overwriting are arguments of `run.upcycle`, not of the recipe. `None` means the
-    method's own default; `upcycling.resolve.resolve` fills it in and says what it chose.
+    method's own default; `upcycling.plan.resolve` fills it in and says what it chose.
     """
 
     base: str

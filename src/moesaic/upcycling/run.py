@@ -24,14 +24,16 @@ Hashes = list[dict[str, str]]
 """Per source (base first): tensor name -> hash of its bytes."""
 
 
-def named_specialists(given: Any) -> list[dict[str, str]]:
-    """Short name -> folder or hub id, as Python callers give them, in the recipe's form."""
-    if given is not None and not isinstance(given, Mapping):
-        raise MoesaicError(f"expected short names and folders, such as {{'math': './math'}}, got {given!r}")
-    return [{"name": name, "path": str(path)} for name, path in (given or {}).items()]
+def _named(specialists: Any) -> list[dict[str, str]]:
+    """Python callers give short names and folders, in the order of their experts."""
+    if specialists is None:
+        return []
+    if not isinstance(specialists, Mapping):
+        raise MoesaicError(f"expected short names and folders, such as {{'math': './math'}}, got {specialists!r}")
+    return [{"name": name, "path": str(path)} for name, path in specialists.items()]
 
 
-@verb(UpcycleRecipe, positional=("base",), out=True, convert={"specialists": named_specialists})
+@verb(UpcycleRecipe, positional=("base",), out=True, convert={"specialists": _named})
 def upcycle(
     recipe: UpcycleRecipe,
     out: str | Path,
@@ -44,8 +46,7 @@ def upcycle(
     """Turn a dense checkpoint, or a base and its specialists, into a mixture-of-experts checkpoint.
 
     Everything that can be refused from headers is refused first; then all sources are read once (NaN, hashes); then the
-    result is streamed to a hidden folder beside `out`, which is renamed when it is complete and synced. In Python,
-    `specialists` is a mapping: short name -> folder or hub id, in the order of their experts.
+    result is streamed to a hidden folder beside `out`, which is renamed when it is complete and synced.
 
     Raises:
         MoesaicError: a mistake in the recipe or the sources, a full disk, a target that exists.

@@ -142,7 +142,7 @@ def test_without_numbers_every_claim_is_there_and_not_measured(experiment):
 def test_the_page_of_claims_has_every_claim_in_its_words():
     page = (Path(__file__).parents[3] / "docs" / "claims.md").read_text()
     for claim in (claim for claims in CLAIMS.values() for claim in claims):
-        assert f"\n| {claim.says} ({claim.place}) | {claim.figure} |" in page
+        assert f"\n| {claim.says} | {claim.figure} |" in page
 
 
 def _said(experiment, rows, says):
@@ -204,7 +204,7 @@ def test_concentration_counts_above_chance():
         for measure, values in measures.items()
         for row in _labelled(*values, model=model, measure=measure)
     ]
-    figure, said = _said("emo", rows, "the tokens of a document")
+    figure, said = _said("emo", rows, "a document's tokens")
     assert (figure, said) == ("-0.2000 ± 0.0000", "opposite")
 
 

@@ -91,8 +91,8 @@ def test_every_scale_lists_its_tokens_per_parameter_and_minutes(capsys):
     assert minutes < 2 * 10 * 60, "ten hours of two cores"
 
 
-@pytest.mark.parametrize("scale", [*SCALES, CI])
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("scale", ["papers", CI])
+@pytest.mark.parametrize("name", ["emo", "life"])
 def test_the_load_is_balanced_over_the_whole_batch(name, scale):
     """One micro-step a batch, but for the variant that balances locally on purpose."""
     for step in EXPERIMENTS[name].plan(load_scale(scale), None, 1).steps:

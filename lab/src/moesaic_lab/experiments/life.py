@@ -188,21 +188,18 @@ def _at(n: Numbers, model: str) -> float:
 
 CLAIMS = (
     Claim(
-        says="(ours) dense, upcycled, annealed and grown, a model ends below the dense one on the same tokens",
-        place="whole way",
+        says="(ours) dense, upcycled, annealed and grown, a model ends below dense on as many tokens (whole way)",
         figure="loss of the short way minus that of the model grown exactly and trained",
         effect=lambda n: _at(n, "short way: dense, same tokens") - _at(n, "grown exactly, trained"),
     ),
     Claim(
-        says="(ours) growing exactly costs nothing",
-        place="methods.md, section 3",
+        says="(ours) growing exactly costs nothing (methods.md, section 3)",
         figure=f"{_NEAR} minus the rise of the loss, grown exactly",
         effect=lambda n: _NEAR - (_at(n, "grown exactly, not trained") - _at(n, "divmoe, annealed with pools")),
         otherwise="not seen",
     ),
     Claim(
-        says="(ours) growing exactly ends below growing plainly",
-        place="methods.md, section 3",
+        says="(ours) growing exactly ends below growing plainly (methods.md, section 3)",
         figure="loss grown plainly minus loss grown exactly, both trained",
         effect=lambda n: _at(n, "grown plainly, trained") - _at(n, "grown exactly, trained"),
     ),
