@@ -237,9 +237,7 @@ def _places(command: Command, recipe: type) -> list[inspect.Parameter]:
 def flags(command: Command, recipe: type) -> dict[str, tuple[Any, Parameter]]:
     """Key -> type and description of each flag, in the order of the help."""
     docs, hints = _SHARED | field_docs(recipe), typing.get_type_hints(recipe)
-    made: dict[str, tuple[Any, Parameter]] = {
-        "config": (str, Parameter(help=_SHARED["config"], metavar="RECIPE")),
-    }
+    made: dict[str, Any] = {"config": (str, Parameter(help=_SHARED["config"], metavar="RECIPE"))}
     for one in init_fields(recipe):
         option = command.options.get(one.name, Option())
         read = None if option.hidden else option.type or _readable(hints[one.name])
@@ -247,10 +245,8 @@ def flags(command: Command, recipe: type) -> dict[str, tuple[Any, Parameter]]:
             described = _described(option, one.name, read, docs[one.name], field_default(one))
             made[one.name] = (read, described)
     made["set"] = (tuple[str, ...], Parameter(help=_SHARED["set"], metavar="KEY=VALUE"))
-    further = command.further | {
-        key: (_RUN_TYPES[key], _SHARED[key]) for key in (*command.run_options, "json", "quiet")
-    }
-    for key, (read, doc) in further.items():
+    shared = {key: (_RUN_TYPES[key], _SHARED[key]) for key in (*command.run_options, "json", "quiet")}
+    for key, (read, doc) in {**command.further, **shared}.items():
         made[key] = (read, _described(command.options.get(key, Option()), key, read, doc, None))
     return made
 
