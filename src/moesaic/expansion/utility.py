@@ -230,12 +230,14 @@ def calibration_batches(plan: ExpandPlan, *, quiet: bool = False) -> list["Packe
     from moesaic.data.dataset import PackedDataset
     from moesaic.data.recipe import DataRecipe, SourceRecipe
     from moesaic.data.tokenise import prepare
+    from moesaic.data.vocabulary import within_vocabulary
     from moesaic.loading import load_tokenizer
 
     recipe = plan.recipe
     sources = tuple(SourceRecipe(path=path, domain="calibration") for path in recipe.calibration)
     data = DataRecipe(sequence_length=recipe.sequence_length, sources=sources, epochs=1)
     prepared = prepare(data, load_tokenizer(plan.checkpoint.path), quiet=quiet)
+    prepared = within_vocabulary(prepared, int(plan.checkpoint.config["vocab_size"]))
     dataset = PackedDataset(prepared, seed=recipe.seed, sequences_per_step=recipe.batch_size)
     there = dataset.num_steps
     assert there is not None

@@ -239,7 +239,7 @@ def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _step(line: Mapping[str, Any]) -> _Step:
-    values = {name: line[name] for name in _NUMBERS if name in line}
+    values = {name: line[name] for name in _NUMBERS if line.get(name) is not None}
     values["tokens_per_second"] = line["timing"]["tokens_per_second"]
     return _Step(
         step=int(line["step"]),

@@ -10,12 +10,15 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from moesaic.checkpoint.config_file import CONFIG_FILE, needs, with_source_keys, write_config
 from moesaic.checkpoint.output import require_disk
 from moesaic.checkpoint.pio import explained, sync_path
 from moesaic.checkpoint.reader import DTYPE_CODES
-from moesaic.checkpoint.record import copy_side_files, read_provenance, source_record, write_provenance
+from moesaic.checkpoint.record import copy_side_files, read_provenance, source_record, write_card, write_provenance
+from moesaic.checkpoint.same_tokens import keep_ids
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter, OutputTensor, plan_files
+from moesaic.common.progress import warn
 from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.families.counting import count_shapes
 from moesaic.families.family import our_base
@@ -23,13 +26,13 @@ from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
 from moesaic.training.folder import remove
-from moesaic.training.recipe import TrainRecipe
-from moesaic.training.start import DTYPES, Trainable
+from moesaic.training.recipe import ScratchModel, TrainRecipe
+from moesaic.training.start import DTYPES, TOKEN_KEYS, Trainable, end_ids
 
 if TYPE_CHECKING:
     from moesaic.training.session import Session
 
-LAST_FILE = "config.json"  # without it a folder isn't a checkpoint
+LAST_FILE = CONFIG_FILE  # without it a folder isn't a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +87,13 @@ def write_result(run: "Session", tensors: Mapping[str, Tensor]) -> None:
         aside.mkdir()
     on_disk = revert_weight_conversion(trainable.model, dict(tensors))
     digest = write_weights(on_disk, aside)
-    _write_config(trainable, aside)
+    for key, value in _token_ids(run).items():
+        setattr(trainable.config.get_text_config(), key, value)
+    config = _write_config(run, aside)
     sources = _write_side_files(run, aside)
-    with explained(aside):
-        (aside / "README.md").write_text(_card(run, on_disk), encoding="utf-8")
+    if differs := keep_ids(run.tokenizer, aside):
+        warn(differs)
+    write_card(aside, f"{_card(run, on_disk)}\n{needs(config)}")
     write_provenance(
         aside,
         verb="train",
@@ -153,18 +159,41 @@ def write_weights(tensors: Mapping[str, Tensor], folder: Path, values: Callable[
         return writer.finish().weights_hash
 
 
-def _write_config(trainable: Trainable, folder: Path) -> None:
+def _token_ids(run: "Session") -> dict[str, int | None]:
+    """Which tokens begin, end and pad a text, where the recipe's tokenizer says it and not a model's own files.
+
+    So it is for a model from scratch, and for one that ends a text with another token than the documents of this run.
+    """
+    config, tokenizer, recipe = run.trainable.config, run.tokenizer, run.recipe
+    if recipe.tokenizer is None:
+        return {}
+    scratch = isinstance(recipe.model, ScratchModel)
+    given = recipe.model.config if isinstance(recipe.model, ScratchModel) else {}
+    if not scratch and tokenizer.eos_token_id in end_ids(config.get_text_config().to_dict()):
+        return {}
+    return {key: getattr(tokenizer, key) for key in TOKEN_KEYS if key not in given}
+
+
+def _write_config(run: "Session", folder: Path) -> dict[str, Any]:
+    """Write config.json, with all that the source's said, and the code of our architecture; returns what was written.
+
+    Training's own switches are not in it: `trainable.config` is not the config of the model that trains.
+    """
+    trainable, recipe = run.trainable, run.recipe
     config = trainable.config
-    config.dtype = DTYPES[trainable.recipe.precision]
+    config.dtype = DTYPES[recipe.precision]
     config.architectures = [type(trainable.model).__name__.removeprefix("FSDP")]
     ours = our_base(config.model_type) is not None
     if ours:
         for key, value in _inference_rule(trainable).items():
             setattr(config, key, value)
-    with explained(folder):
-        config.save_pretrained(folder)
-        if ours:
+    source = open_checkpoint(recipe.model).config if isinstance(recipe.model, str) and not run.expansions else {}
+    written = with_source_keys(config.to_diff_dict(), source)
+    write_config(folder, written)
+    if ours:
+        with explained(folder):
             shutil.copyfile(modeling_file(), folder / modeling_file().name)
+    return written
 
 
 def _inference_rule(trainable: Trainable) -> dict[str, Any]:
@@ -192,6 +221,8 @@ def _write_side_files(run: "Session", folder: Path) -> list[dict[str, Any]]:
         if (checkpoint.path / "generation_config.json").exists():
             # Not the model's own, which a resumed or grown one may not have from there.
             generation = GenerationConfig.from_pretrained(checkpoint.path)
+    for key, value in _token_ids(run).items():
+        setattr(generation, key, value)
     with explained(folder):
         run.tokenizer.save_pretrained(folder)
         generation.save_pretrained(folder)

@@ -1,7 +1,7 @@
 """What a run starts from: the model, loaded or drawn, its rule, its tokenizer, fp32 masters and the optimizer."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -38,6 +38,9 @@ Start = str | Path | ScratchModel | PreTrainedConfig
 _UNDECLARED = {"head_dim", "partial_rotary_factor", "sliding_window_pattern", "mlp_bias"}
 """What several families, or our experts (`mlp_bias`), read though the configuration's class does not declare it."""
 
+TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""What a config and a generation_config say of the tokenizer."""
+
 _REASON = 200
 """Characters of another library's error that are shown."""
 
@@ -69,13 +72,11 @@ class Trainable:
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in parameters}
 
 
-def build_trainable(
-    recipe: TrainRecipe, out: Path, world: World, *, start: Start, tokenizer: PreTrainedTokenizerBase, quiet: bool
-) -> Trainable:
+def build_trainable(recipe: TrainRecipe, out: Path, world: World, *, start: Start, quiet: bool) -> Trainable:
     """Load or make what a run of `recipe` trains; new weights that several ranks share pass through `out`.
 
     Raises: `MoesaicError` for a checkpoint that can't be read, a configuration that makes no model, a rule or a loss
-    that needs routers where the model has none, a tokenizer that is too large.
+    that needs routers where the model has none.
     """
     if isinstance(start, (str, Path)):
         config = load_config(open_checkpoint(start).path, str(start))
@@ -83,7 +84,6 @@ def build_trainable(
     else:
         config = make_config(start) if isinstance(start, ScratchModel) else start
         model = _from_scratch(recipe, config, out, world)
-    model.config.use_cache = False
     with makes_a_model(start.family) if isinstance(start, ScratchModel) else nullcontext():
         _refuse_leaking_documents(model)
     installation = _install(model, recipe)
@@ -92,7 +92,6 @@ def build_trainable(
     if recipe.compile:
         for layer in model.base_model.layers:  # pyright: ignore[reportGeneralTypeIssues]
             layer.compile()
-    _refuse_larger_vocabulary(tokenizer, config.get_text_config().vocab_size)
     freeze(model.train(), recipe.optimizer.frozen)
     notice(describe_trainable(model), quiet=quiet)
     copies = DTYPES[recipe.precision] if recipe.precision != "fp32" and world.size == 1 else None
@@ -180,7 +179,8 @@ def make_config(scratch: ScratchModel) -> PreTrainedConfig:
 
     Raises: `MoesaicError` for a family that is unknown, or a value that its class does not take.
     """
-    values: dict[str, Any] = scratch_config(scratch)
+    # A family's own padding id is a token of another tokenizer: its row would be zero and never learn.
+    values: dict[str, Any] = {"pad_token_id": None} | scratch_config(scratch)
     model_type = values.pop("model_type")
     if model_type not in CONFIG_MAPPING:
         hint = suggest(scratch.family, CONFIG_MAPPING)
@@ -229,10 +229,25 @@ def load_run_tokenizer(recipe: TrainRecipe) -> PreTrainedTokenizerBase:
         raise MoesaicError(f"tokenizer: {recipe.tokenizer}: cannot be loaded ({reason})") from error
 
 
-def _refuse_larger_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding for."""
-    if len(tokenizer) > vocab_size:
+def end_ids(config: Mapping[str, Any]) -> set[Any]:
+    """The ids that end a text by a config."""
+    ends = config.get("eos_token_id")
+    return set(ends) if isinstance(ends, list | tuple) else {ends}
+
+
+def refuse_other_end(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a model from scratch that would end a text with another token than the documents that it learns from."""
+    if not isinstance(recipe.model, ScratchModel) or "eos_token_id" not in recipe.model.config:
+        return
+    if tokenizer.eos_token_id not in end_ids(recipe.model.config):
         raise MoesaicError(
-            f"tokenizer: has {len(tokenizer):,} tokens, but the model's vocab_size is {vocab_size:,}; "
-            "use the tokenizer that belongs to the model"
+            f"model.config.eos_token_id: is {recipe.model.config['eos_token_id']}, but documents end with the "
+            f"tokenizer's {tokenizer.eos_token_id}; leave it out, then the tokenizer's is written"
         )
+
+
+def start_config(recipe: TrainRecipe) -> PreTrainedConfig:
+    """The configuration of the model that a recipe starts from, without its weights."""
+    if isinstance(recipe.model, ScratchModel):
+        return make_config(recipe.model)
+    return load_config(open_checkpoint(recipe.model).path, recipe.model)
