@@ -36,11 +36,10 @@ def both_ropes(config: Mapping[str, Any]) -> dict[str, Any]:
     made = dict(config)
     if isinstance(inner := made.get("text_config"), Mapping):
         made["text_config"] = both_ropes(inner)
-    if made.get("rope_parameters"):
-        return _older_spelling(made["rope_parameters"]) | made
-    if made.get("rope_theta") is not None:
-        made["rope_parameters"] = rope_parameters(made)
-    return made
+    if not made.get("rope_parameters") and made.get("rope_theta") is None:
+        return made
+    parameters = made.get("rope_parameters") or rope_parameters(made)
+    return {**_older_spelling(parameters), **made, "rope_parameters": parameters}
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:

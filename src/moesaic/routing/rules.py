@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from moesaic.common.errors import MoesaicError
 from moesaic.modeling.modeling_moesaic import group_members, route_one_per_group, route_topk
 from moesaic.routing.config import RULES, GroupScore, RuleConfig
 
@@ -119,12 +118,7 @@ class OnePerGroup(Rule):
     def __init__(self, config: RuleConfig, settings: RouterSettings) -> None:
         super().__init__(config, settings)
         groups = config.expert_groups or settings.groups
-        if groups is None:
-            raise MoesaicError(
-                "routing.rule: one_per_group needs to know the group of each expert, and this model's config.json has "
-                "no expert_groups; give them as routing.expert_groups"
-            )
-        _check_groups(groups, settings)
+        groups = check_groups(groups, num_experts=settings.num_experts, top_k=settings.top_k)
         self.score = config.group_score or settings.group_score
         self._members = group_members(list(groups))
         self._members_on: dict[torch.device, Tensor] = {}
@@ -227,15 +221,3 @@ def _one_per_biased_group(
     if settings.weighting != "all":
         weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights_TK.dtype).tiny)
     return weights_TK, ids_TK
-
-
-def _check_groups(groups: tuple[int, ...], settings: RouterSettings) -> None:
-    if len(groups) != settings.num_experts:
-        raise MoesaicError(
-            f"routing.expert_groups: {len(groups)} entries for {settings.num_experts} experts; name a group for each"
-        )
-    if len(set(groups)) < settings.top_k:
-        raise MoesaicError(
-            f"routing.expert_groups: {len(set(groups))} groups, but {settings.top_k} experts per token must come from "
-            "different groups; name more groups"
-        )

@@ -87,10 +87,11 @@ def write_result(run: "Session", tensors: Mapping[str, Tensor]) -> None:
         aside.mkdir()
     on_disk = revert_weight_conversion(trainable.model, dict(tensors))
     digest = write_weights(on_disk, aside)
-    for key, value in _token_ids(run).items():
+    token_ids = _token_ids(run)
+    for key, value in token_ids.items():
         setattr(trainable.config.get_text_config(), key, value)
     config = _write_config(run, aside)
-    sources = _write_side_files(run, aside)
+    sources = _write_side_files(run, aside, token_ids)
     if differs := keep_ids(run.tokenizer, aside):
         warn(differs)
     write_card(aside, f"{_card(run, on_disk)}\n{needs(config)}")
@@ -207,7 +208,7 @@ def _inference_rule(trainable: Trainable) -> dict[str, Any]:
     return {"routing_rule": rule.rule} | {key: value for key, value in given.items() if value is not None}
 
 
-def _write_side_files(run: "Session", folder: Path) -> list[dict[str, Any]]:
+def _write_side_files(run: "Session", folder: Path, token_ids: Mapping[str, int | None]) -> list[dict[str, Any]]:
     """Copy what comes along from the source, write the tokenizer where it is another; return the sources' records."""
     recipe, records = run.recipe, []
     generation = GenerationConfig.from_model_config(run.trainable.config)
@@ -221,7 +222,7 @@ def _write_side_files(run: "Session", folder: Path) -> list[dict[str, Any]]:
         if (checkpoint.path / "generation_config.json").exists():
             # Not the model's own, which a resumed or grown one may not have from there.
             generation = GenerationConfig.from_pretrained(checkpoint.path)
-    for key, value in _token_ids(run).items():
+    for key, value in token_ids.items():
         setattr(generation, key, value)
     with explained(folder):
         run.tokenizer.save_pretrained(folder)

@@ -7,14 +7,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from moesaic.checkpoint.pio import explained
-from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.progress import notice
 from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.data.dataset import PackedDataset, ValidationSet, validation_sets
 from moesaic.data.packing import PackedBatch
 from moesaic.data.tokenise import prepare, refuse_untrainable
 from moesaic.data.vocabulary import within_vocabulary
-from moesaic.loading import load_config, refuse_unknown_architecture
+from moesaic.loading import load_config
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.training.folder import (
     RECIPE_FILE,
@@ -33,10 +32,9 @@ from moesaic.training.start import (
     Start,
     Trainable,
     build_trainable,
+    check_start,
     load_run_tokenizer,
     refuse_other_end,
-    refuse_unknown_keys,
-    start_config,
 )
 from moesaic.training.state import RunState, prune_states, read_run, remove_unfinished, restore, save_state
 from moesaic.training.step import StepResult
@@ -128,13 +126,9 @@ def begin(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: boo
     saved = _NEW if state is None else read_run(state)
     if state is not None:
         refuse_changes(saved.recipe, recipe_values(recipe))
-    if isinstance(recipe.model, str):
-        refuse_unknown_architecture(open_checkpoint(recipe.model).config, recipe.model)
-    elif state is None:
-        refuse_unknown_keys(recipe.model)
+    vocabulary = check_start(recipe, new=state is None).get_text_config().vocab_size
     tokenizer = load_run_tokenizer(recipe)
     refuse_other_end(recipe, tokenizer)
-    vocabulary = start_config(recipe).get_text_config().vocab_size
     prepared = world.from_local_main(lambda: prepare(recipe.data, tokenizer, quiet=quiet))
     prepared = within_vocabulary(prepared, vocabulary)
     refuse_untrainable(prepared)

@@ -24,8 +24,10 @@ from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError, suggest
 from moesaic.common.progress import no_library_bars, notice
 from moesaic.data.packing import keeps_documents_apart
-from moesaic.loading import load, load_config, load_tokenizer
+from moesaic.data.tokenise import Encoder
+from moesaic.loading import load, load_config, load_tokenizer, refuse_unknown_architecture
 from moesaic.routing.install import Installation, find_installation, install
+from moesaic.training.fit import needs_routers, refuse_misfit
 from moesaic.training.optimizer import MasterWeights, build_optimizer, describe_trainable, freeze
 from moesaic.training.parallel import World, distributed_config, reshard
 from moesaic.training.recipe import Precision, ScratchModel, TrainRecipe, scratch_config
@@ -148,13 +150,49 @@ def _install(model: PreTrainedModel, recipe: TrainRecipe) -> Installation | None
     losses = recipe.losses
     if losses.bias_balancing is not None and bias is None:
         bias = True
-    needed = recipe.routing.rule is not None or bias is not None or losses.balance is not None or losses.router_z > 0
     try:
         return install(model, rule, selection_bias=bias)
     except MoesaicError:
-        if needed:
+        if bias is not None or needs_routers(recipe):
             raise
         return None
+
+
+# --- before there are weights -----------------------------------------------------------------------------------------
+
+
+def check_start(recipe: TrainRecipe, *, new: bool = True) -> PreTrainedConfig:
+    """Refuse everything about the model that can be refused without its weights and the data.
+
+    Args:
+        recipe: what is to be trained.
+        new: whether the run starts here, with the weights that the recipe names.
+
+    Returns: the configuration of that model.
+    """
+    if isinstance(recipe.model, str):
+        checkpoint = open_checkpoint(recipe.model)
+        refuse_unknown_architecture(checkpoint.config, recipe.model)
+        config = load_config(checkpoint.path, recipe.model)
+    else:
+        if new:
+            refuse_unknown_keys(recipe.model)
+        config = make_config(recipe.model)
+    refuse_misfit(recipe, config.get_text_config().to_dict())
+    return config
+
+
+def check_dry(recipe: TrainRecipe) -> None:
+    """`check_start`, and what making a model and loading a tokenizer that is here would refuse."""
+    config = check_start(recipe)
+    if isinstance(recipe.model, ScratchModel):
+        with torch.device("meta"), makes_a_model(recipe.model.family):
+            AutoModelForCausalLM.from_config(config)
+    here = recipe.model if recipe.tokenizer is None else recipe.tokenizer
+    if Path(str(here)).is_dir():
+        tokenizer = load_run_tokenizer(recipe)
+        refuse_other_end(recipe, tokenizer)
+        Encoder(tokenizer)
 
 
 # --- models from random weights ---------------------------------------------------------------------------------------
@@ -244,10 +282,3 @@ def refuse_other_end(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerBase) ->
             f"model.config.eos_token_id: is {recipe.model.config['eos_token_id']}, but documents end with the "
             f"tokenizer's {tokenizer.eos_token_id}; leave it out, then the tokenizer's is written"
         )
-
-
-def start_config(recipe: TrainRecipe) -> PreTrainedConfig:
-    """The configuration of the model that a recipe starts from, without its weights."""
-    if isinstance(recipe.model, ScratchModel):
-        return make_config(recipe.model)
-    return load_config(open_checkpoint(recipe.model).path, recipe.model)
