@@ -160,13 +160,14 @@ def test_a_model_from_scratch_takes_begin_end_and_padding_from_the_tokenizer(tmp
     assert embedding[0].abs().sum() > 0  # not drawn as a padding row
 
 
-def test_an_end_that_is_not_the_tokenizers_is_refused(tmp_path):
-    recipe = tiny_recipe(tmp_path / "in")
-    recipe["model"] = recipe["model"] | {"config": DENSE | {"eos_token_id": 2}}
-    with pytest.raises(
-        MoesaicError, match=r"model.config.eos_token_id: is 2, but documents end with the tokenizer's 1"
-    ):
-        run(recipe, tmp_path / "out")
+def test_an_end_that_is_not_the_tokenizers_gives_way_and_that_is_said(tmp_path, capsys):
+    recipe = tiny_recipe(tmp_path / "in", budget={"steps": 2})
+    ids = {"bos_token_id": 3, "eos_token_id": 2, "pad_token_id": 0}
+    recipe["model"] = recipe["model"] | {"config": DENSE | ids}
+    run(recipe, tmp_path / "out")
+    assert "model.config.eos_token_id: is 2, but the tokenizer's is 1, which the result says" in capsys.readouterr().err
+    found = load_json(tmp_path / "out" / "config.json")
+    assert {key: found[key] for key in ids} == ids | {"eos_token_id": 1}
 
 
 def test_another_tokenizer_brings_its_ids_to_a_trained_model(tmp_path):

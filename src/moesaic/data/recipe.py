@@ -10,6 +10,9 @@ from moesaic.common.errors import MoesaicError
 FileFormat = Literal["auto", "jsonl", "parquet", "text"]
 SampleKind = Literal["text", "chat", "prompt", "tokens"]
 
+BY_NAME = "auto"
+"""A domain that is left out; no source has it once the recipe is read."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SourceRecipe:
@@ -21,9 +24,9 @@ class SourceRecipe:
 
     path: str
     """A file, a folder, or a hub data set `hf://org/name[@revision][:config][:split]` (split: train by default)."""
-    domain: str = ""
-    """The name under which losses are reported. Several sources may share one. Default: the file's (or folder's) name
-    up to its first dot."""
+    domain: str = BY_NAME
+    """The name under which losses are reported. Several sources may share one. `auto`: the name of the file, folder or
+    data set up to its first dot."""
     weight: float = 1.0
     """Share of the sequences, relative to the other sources. Not used in validation, nor with `epochs`."""
     format: FileFormat = "auto"
@@ -42,6 +45,8 @@ class SourceRecipe:
     def __post_init__(self) -> None:
         if not self.path:
             raise MoesaicError("path is empty; give a file, a folder or hf://org/name")
+        if not self.domain:
+            raise MoesaicError("domain is empty; leave it out, or give the data a name, such as math")
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise MoesaicError(f"weight must be a positive number, got {self.weight}; leave a source out instead")
         if (self.prompt is None) != (self.completion is None):
@@ -108,10 +113,10 @@ def _with_domains(sources: tuple[SourceRecipe, ...], key: str) -> tuple[SourceRe
     """The sources with a domain each; two that would share one without anybody's word are refused."""
     named: list[SourceRecipe] = []
     for index, source in enumerate(sources):
-        domain = source.domain or stem_of(source.path)
+        domain = stem_of(source.path) if source.domain == BY_NAME else source.domain
         if not domain:
             raise MoesaicError(f"{key}.{index}.domain is missing; give the data a name, such as math")
-        if not source.domain and domain in {one.domain for one in named}:
+        if source.domain == BY_NAME and domain in {one.domain for one in named}:
             raise MoesaicError(f"{key}.{index}.domain is left out, and {domain} is another one's; give it a name")
         named.append(replace(source, domain=domain))
     return tuple(named)

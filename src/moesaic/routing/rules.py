@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from moesaic.modeling.modeling_moesaic import group_members, route_one_per_group, route_topk
-from moesaic.routing.config import RULES, GroupScore, RuleConfig
+from moesaic.routing.config import RULES, GroupScore, RuleConfig, check_groups
 
 if TYPE_CHECKING:
     from moesaic.routing.pools import RoutingContext

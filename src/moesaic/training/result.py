@@ -26,8 +26,8 @@ from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
 from moesaic.training.folder import remove
-from moesaic.training.recipe import ScratchModel, TrainRecipe
-from moesaic.training.start import DTYPES, TOKEN_KEYS, Trainable, end_ids
+from moesaic.training.recipe import TrainRecipe
+from moesaic.training.start import DTYPES, Trainable, token_ids
 
 if TYPE_CHECKING:
     from moesaic.training.session import Session
@@ -87,11 +87,12 @@ def write_result(run: "Session", tensors: Mapping[str, Tensor]) -> None:
         aside.mkdir()
     on_disk = revert_weight_conversion(trainable.model, dict(tensors))
     digest = write_weights(on_disk, aside)
-    token_ids = _token_ids(run)
-    for key, value in token_ids.items():
-        setattr(trainable.config.get_text_config(), key, value)
+    text = trainable.config.get_text_config()
+    ids = token_ids(recipe, text.to_dict(), run.tokenizer)
+    for key, value in ids.items():
+        setattr(text, key, value)
     config = _write_config(run, aside)
-    sources = _write_side_files(run, aside, token_ids)
+    sources = _write_side_files(run, aside, ids)
     if differs := keep_ids(run.tokenizer, aside):
         warn(differs)
     write_card(aside, f"{_card(run, on_disk)}\n{needs(config)}")
@@ -160,21 +161,6 @@ def write_weights(tensors: Mapping[str, Tensor], folder: Path, values: Callable[
         return writer.finish().weights_hash
 
 
-def _token_ids(run: "Session") -> dict[str, int | None]:
-    """Which tokens begin, end and pad a text, where the recipe's tokenizer says it and not a model's own files.
-
-    So it is for a model from scratch, and for one that ends a text with another token than the documents of this run.
-    """
-    config, tokenizer, recipe = run.trainable.config, run.tokenizer, run.recipe
-    if recipe.tokenizer is None:
-        return {}
-    scratch = isinstance(recipe.model, ScratchModel)
-    given = recipe.model.config if isinstance(recipe.model, ScratchModel) else {}
-    if not scratch and tokenizer.eos_token_id in end_ids(config.get_text_config().to_dict()):
-        return {}
-    return {key: getattr(tokenizer, key) for key in TOKEN_KEYS if key not in given}
-
-
 def _write_config(run: "Session", folder: Path) -> dict[str, Any]:
     """Write config.json, with all that the source's said, and the code of our architecture; returns what was written.
 
@@ -208,7 +194,7 @@ def _inference_rule(trainable: Trainable) -> dict[str, Any]:
     return {"routing_rule": rule.rule} | {key: value for key, value in given.items() if value is not None}
 
 
-def _write_side_files(run: "Session", folder: Path, token_ids: Mapping[str, int | None]) -> list[dict[str, Any]]:
+def _write_side_files(run: "Session", folder: Path, ids: Mapping[str, int | None]) -> list[dict[str, Any]]:
     """Copy what comes along from the source, write the tokenizer where it is another; return the sources' records."""
     recipe, records = run.recipe, []
     generation = GenerationConfig.from_model_config(run.trainable.config)
@@ -222,7 +208,7 @@ def _write_side_files(run: "Session", folder: Path, token_ids: Mapping[str, int 
         if (checkpoint.path / "generation_config.json").exists():
             # Not the model's own, which a resumed or grown one may not have from there.
             generation = GenerationConfig.from_pretrained(checkpoint.path)
-    for key, value in token_ids.items():
+    for key, value in ids.items():
         setattr(generation, key, value)
     with explained(folder):
         run.tokenizer.save_pretrained(folder)

@@ -34,7 +34,7 @@ from moesaic.training.start import (
     build_trainable,
     check_start,
     load_run_tokenizer,
-    refuse_other_end,
+    warn_of_other_ids,
 )
 from moesaic.training.state import RunState, prune_states, read_run, remove_unfinished, restore, save_state
 from moesaic.training.step import StepResult
@@ -128,7 +128,8 @@ def begin(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: boo
         refuse_changes(saved.recipe, recipe_values(recipe))
     vocabulary = check_start(recipe, new=state is None).get_text_config().vocab_size
     tokenizer = load_run_tokenizer(recipe)
-    refuse_other_end(recipe, tokenizer)
+    if world.is_main:
+        warn_of_other_ids(recipe, tokenizer)
     prepared = world.from_local_main(lambda: prepare(recipe.data, tokenizer, quiet=quiet))
     prepared = within_vocabulary(prepared, vocabulary)
     refuse_untrainable(prepared)

@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError, suggest
-from moesaic.common.progress import no_library_bars, notice
+from moesaic.common.progress import no_library_bars, notice, warn
 from moesaic.data.packing import keeps_documents_apart
 from moesaic.data.tokenise import Encoder
 from moesaic.loading import load, load_config, load_tokenizer, refuse_unknown_architecture
@@ -191,7 +191,7 @@ def check_dry(recipe: TrainRecipe) -> None:
     here = recipe.model if recipe.tokenizer is None else recipe.tokenizer
     if Path(str(here)).is_dir():
         tokenizer = load_run_tokenizer(recipe)
-        refuse_other_end(recipe, tokenizer)
+        warn_of_other_ids(recipe, tokenizer)
         Encoder(tokenizer)
 
 
@@ -267,18 +267,35 @@ def load_run_tokenizer(recipe: TrainRecipe) -> PreTrainedTokenizerBase:
         raise MoesaicError(f"tokenizer: {recipe.tokenizer}: cannot be loaded ({reason})") from error
 
 
-def end_ids(config: Mapping[str, Any]) -> set[Any]:
-    """The ids that end a text by a config."""
-    ends = config.get("eos_token_id")
-    return set(ends) if isinstance(ends, list | tuple) else {ends}
+def token_ids(recipe: TrainRecipe, config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Which tokens begin, end and pad a text: keys of a config whose value is to be the tokenizer's.
+
+    None of a model with its own tokenizer. Of a model from scratch those that the recipe leaves out or says otherwise;
+    of a model with another tokenizer than its own all, where a text does not end as the documents of the run do.
+
+    Args:
+        recipe: what is trained.
+        config: the model's (text) config.
+        tokenizer: the run's.
+    """
+    if recipe.tokenizer is None:
+        return {}
+    own = {key: getattr(tokenizer, key) for key in TOKEN_KEYS}
+    if isinstance(recipe.model, ScratchModel):
+        given = recipe.model.config
+        return {key: value for key, value in own.items() if key not in given or not _says(given[key], value)}
+    return {} if _says(config.get("eos_token_id"), own["eos_token_id"]) else own
 
 
-def refuse_other_end(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a model from scratch that would end a text with another token than the documents that it learns from."""
-    if not isinstance(recipe.model, ScratchModel) or "eos_token_id" not in recipe.model.config:
-        return
-    if tokenizer.eos_token_id not in end_ids(recipe.model.config):
-        raise MoesaicError(
-            f"model.config.eos_token_id: is {recipe.model.config['eos_token_id']}, but documents end with the "
-            f"tokenizer's {tokenizer.eos_token_id}; leave it out, then the tokenizer's is written"
-        )
+def _says(given: Any, token: int | None) -> bool:
+    """Whether what a config gives, an id or several, has the tokenizer's; it may have what the tokenizer has not."""
+    return token is None or token == given or (isinstance(given, list | tuple) and token in given)
+
+
+def warn_of_other_ids(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Say which ids of a recipe's `model.config` are not those of its tokenizer, and so not those of the result."""
+    if isinstance(recipe.model, ScratchModel):
+        given = recipe.model.config
+        for key, value in token_ids(recipe, given, tokenizer).items():
+            if key in given:
+                warn(f"model.config.{key}: is {given[key]}, but the tokenizer's is {value}, which the result says")
