@@ -23,9 +23,9 @@ SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"
 def save_olmo2_tokenizer(folder: Path) -> None:
     """Bytes and a few merges, split as OLMo-2 does, under the class name that OLMo-2's tokenizer_config.json has."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pairs = ["1 2", "12 3", "123 4", "\u0120 s", "e s", "\u0120 \u0120"]
-    names = ["<|end|>", *alphabet, *(pair.replace(" ", "") for pair in pairs)]
-    backend = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [tuple(p.split()) for p in pairs]))
+    pairs = [("1", "2"), ("12", "3"), ("123", "4"), ("\u0120", "s"), ("e", "s"), ("\u0120", "\u0120")]
+    names = ["<|end|>", *alphabet, *map("".join, pairs)]
+    backend = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, pairs))
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
