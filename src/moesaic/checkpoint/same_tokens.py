@@ -33,19 +33,20 @@ TRAPS = (
 def keep_ids(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> str | None:
     """See to it that transformers reads from `folder` a tokenizer with the ids of this one.
 
-    Where it would not, the class is named in tokenizer_config.json, which works without code of ours.
+    Where it would not, the class is named in tokenizer_config.json; where a model type overrules that, tokenizer.json
+    says what the class does. Neither needs code of ours.
 
     Returns:
         A line where the ids differ even so; None where all is well.
     """
     expected = ids_of(tokenizer)
-    if _read(folder) == expected:
-        return None
-    _name_class(folder, type(tokenizer).__name__)
-    if _read(folder) == expected:
-        return None
+    for change in (None, _name_class, _write_out):
+        if change is not None:
+            change(folder, tokenizer)
+        if _read(folder) == expected:
+            return None
     return (
-        f"{folder.name}: transformers reads other token ids from its tokenizer files than from the source's; load the "
+        "transformers reads other token ids from the result's tokenizer files than from the source's; load the "
         "source's tokenizer with it"
     )
 
@@ -79,9 +80,16 @@ def _read(folder: Path) -> list[list[int]] | None:
     return None if tokenizer is None else ids_of(tokenizer)
 
 
-def _name_class(folder: Path, name: str) -> None:
+def _name_class(folder: Path, tokenizer: Any) -> None:
     path = folder / _CONFIG
     config = load_json(path) if path.exists() else {}
     with explained(path):
-        text = json.dumps(config | {"tokenizer_class": name}, indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps(config | {"tokenizer_class": type(tokenizer).__name__}, indent=2, ensure_ascii=False) + "\n"
         path.write_text(text, encoding="utf-8")
+
+
+def _write_out(folder: Path, tokenizer: Any) -> None:
+    path = folder / "tokenizer.json"
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        with explained(path):
+            path.write_text(backend.to_str(pretty=True), encoding="utf-8")
