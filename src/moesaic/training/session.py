@@ -34,6 +34,7 @@ from moesaic.training.start import (
     build_trainable,
     check_start,
     load_run_tokenizer,
+    refuse_unknown_keys,
     warn_of_other_ids,
 )
 from moesaic.training.state import RunState, prune_states, read_run, remove_unfinished, restore, save_state
@@ -126,7 +127,9 @@ def begin(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: boo
     saved = _NEW if state is None else read_run(state)
     if state is not None:
         refuse_changes(saved.recipe, recipe_values(recipe))
-    vocabulary = check_start(recipe, new=state is None).get_text_config().vocab_size
+    if state is None and not isinstance(recipe.model, str):
+        refuse_unknown_keys(recipe.model)
+    vocabulary = check_start(recipe).get_text_config().vocab_size
     tokenizer = load_run_tokenizer(recipe)
     if world.is_main:
         warn_of_other_ids(recipe, tokenizer)

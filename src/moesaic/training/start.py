@@ -161,22 +161,13 @@ def _install(model: PreTrainedModel, recipe: TrainRecipe) -> Installation | None
 # --- before there are weights -----------------------------------------------------------------------------------------
 
 
-def check_start(recipe: TrainRecipe, *, new: bool = True) -> PreTrainedConfig:
-    """Refuse everything about the model that can be refused without its weights and the data.
-
-    Args:
-        recipe: what is to be trained.
-        new: whether the run starts here, with the weights that the recipe names.
-
-    Returns: the configuration of that model.
-    """
+def check_start(recipe: TrainRecipe) -> PreTrainedConfig:
+    """Refuse what does not fit the model that a recipe starts from, without weights and data; return its config."""
     if isinstance(recipe.model, str):
         checkpoint = open_checkpoint(recipe.model)
         refuse_unknown_architecture(checkpoint.config, recipe.model)
         config = load_config(checkpoint.path, recipe.model)
     else:
-        if new:
-            refuse_unknown_keys(recipe.model)
         config = make_config(recipe.model)
     refuse_misfit(recipe, config.get_text_config().to_dict())
     return config
@@ -184,6 +175,8 @@ def check_start(recipe: TrainRecipe, *, new: bool = True) -> PreTrainedConfig:
 
 def check_dry(recipe: TrainRecipe) -> None:
     """`check_start`, and what making a model and loading a tokenizer that is here would refuse."""
+    if isinstance(recipe.model, ScratchModel):
+        refuse_unknown_keys(recipe.model)
     config = check_start(recipe)
     if isinstance(recipe.model, ScratchModel):
         with torch.device("meta"), makes_a_model(recipe.model.family):
