@@ -151,8 +151,7 @@ def make_moe(folder: Path, **changes: Any) -> None:
     """Write a random bf16 Qwen3-MoE with a tensor per expert and a tokenizer, each tensor cut from normal numbers."""
     import torch
 
-    from moesaic.checkpoint.layout import OutputTensor, plan_files
-    from moesaic.checkpoint.writer import CheckpointWriter
+    from moesaic.checkpoint.writer import CheckpointWriter, OutputTensor, plan_files
 
     config = QWEN3_MOE | changes
     tensors = [OutputTensor(name=name, dtype="BF16", shape=shape) for name, shape in _tensors(config)]

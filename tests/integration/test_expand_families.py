@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from moesaic.checkpoint.scan import scan
 from moesaic.checkpoint.source import open_checkpoint
+from moesaic.checkpoint.streaming import scan
 from moesaic.common.errors import MoesaicError
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.expansion.run import expand

@@ -159,6 +159,7 @@ _COLOURS = (
 _ROW = 22
 _STRIP = 260
 """Width of the part of the claims' picture that has the intervals."""
+_EDGE = 20
 _SKIP = 0.05
 """Share of a learning curve that may leave the picture at the top: what a reader wants to see is its end."""
 _NOT_IN_NAMES = {"seed", "stage", "tokens_before", "share"}
@@ -194,7 +195,9 @@ def learning_curves(runs: Sequence[tuple[Row, Sequence[Point]]]) -> Mapping[str,
     pictures = {}
     for panel in panels or [""]:
         lines = _lines_of([(labels, points) for labels, points in shown if _panel(labels) in ("", panel)])
-        if picture := _plot(lines, label=f"held-out loss {panel}".strip(), last="{:,.0f} tokens", skip=_SKIP):
+        if picture := _plot(
+            lines, label=f"held-out loss {panel}".strip(), last="{:,.0f} to {:,.0f} tokens", skip=_SKIP
+        ):
             pictures[panel] = picture
     return pictures
 
@@ -234,13 +237,13 @@ def retention(rows: Sequence[Row]) -> str:
         means = {share: interval_of(where(mine, share=share)) for share in sorted(label_values(mine, "share"))}
         points = [(share, mean.value) for share, mean in means.items() if mean is not None]
         lines += [Line(name=str(model), points=points)] if len(points) > 1 else []
-    return _plot(lines, label="held-out loss by share of experts kept", last="{:.0%} of the experts")
+    return _plot(lines, label="held-out loss by share of experts kept", last="{:.0%} to {:.0%} of the experts")
 
 
 def _plot(lines: Sequence[Line], *, label: str, last: str, skip: float = 0.0) -> str:
     """An SVG; empty without lines.
 
-    x goes from the first to the last, which `last` says, y from the lowest to the highest that a line has after the
+    x goes from the first to the last, both said by `last`, y from the lowest to the highest that a line has after the
     share `skip` of the way.
     """
     if not lines:
@@ -274,7 +277,7 @@ def _plot(lines: Sequence[Line], *, label: str, last: str, skip: float = 0.0) ->
     drawn.append(f'<text x="4" y="{_HEIGHT - _MARGIN}" font-size="12">{low:.2f}</text>')
     drawn.append(f'<text x="{_MARGIN}" y="{_HEIGHT - 20}" font-size="12">{html.escape(label)}</text>')
     end = f'x="{_WIDTH - _LEGEND - _MARGIN}" y="{_HEIGHT - 20}" text-anchor="end"'
-    drawn.append(f'<text {end} font-size="12">{last.format(most)}</text>')
+    drawn.append(f'<text {end} font-size="12">{last.format(first, most)}</text>')
     return _svg(drawn, _WIDTH, max(_HEIGHT, _MARGIN + 14 * len(lines)), label)
 
 
@@ -292,7 +295,7 @@ def claims_picture(claims: Sequence[Claim], rows: Sequence[Row]) -> str:
     """
 
     def across(value: float) -> float:
-        return (1 + math.copysign(math.sqrt(min(1.0, abs(value))), value)) * _STRIP / 2
+        return _EDGE + (1 + math.copysign(math.sqrt(min(1.0, abs(value))), value)) * _STRIP / 2
 
     drawn, number = [], 0
     for claim in claims:
@@ -305,13 +308,13 @@ def claims_picture(claims: Sequence[Claim], rows: Sequence[Row]) -> str:
         low, high = (effect.value if end is None else end for end in (effect.low, effect.high))
         drawn.append(f'<line x1="{across(low):.1f}" x2="{across(high):.1f}" y1="{y}" y2="{y}" stroke="{colour}"/>')
         drawn.append(f'<circle cx="{across(effect.value):.1f}" cy="{y}" r="4" fill="{colour}"/>')
-        text = html.escape(f"{said}: {claim.says} ({show(effect)})")
-        drawn.append(f'<text x="{_STRIP + 10}" y="{y + 4}" font-size="12" fill="{colour}">{text}</text>')
+        text = html.escape(f"{said}, {show(effect)}: {claim.says}")
+        drawn.append(f'<text x="{_STRIP + 2 * _EDGE}" y="{y + 4}" font-size="12" fill="{colour}">{text}</text>')
     if not drawn:
         return ""
     height = _ROW * (number + 2)
-    drawn.append(f'<line x1="{_STRIP / 2}" x2="{_STRIP / 2}" y1="8" y2="{height - _ROW}" stroke="#000"/>')
+    drawn.append(f'<line x1="{across(0)}" x2="{across(0)}" y1="8" y2="{height - _ROW}" stroke="#000"/>')
     for value in (-1.0, -0.1, 0.0, 0.1, 1.0):
         at = f'x="{across(value):.1f}" y="{height - 6}" text-anchor="middle"'
         drawn.append(f'<text {at} font-size="11">{value:g}</text>')
-    return _svg(drawn, 1000, height, "claims: right of 0 where a claim holds")
+    return _svg(drawn, 1160, height, "claims: right of 0 where a claim holds")

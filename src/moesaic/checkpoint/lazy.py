@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any
 from moesaic.checkpoint.headers import DTYPE_BITS, TensorInfo, tensor_bytes
 from moesaic.checkpoint.streaming import (
     BLOCK_BYTES,
-    Arithmetic,
-    Cast,
     Made,
     Maker,
     Piece,
@@ -43,6 +41,29 @@ if TYPE_CHECKING:
 
 _MEAN_BYTES = 512 << 10
 """A block in float64 takes four times that for bf16: it and its sum stay in the second-level cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Another dtype, rounded to nearest."""
+
+    code: str
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """The values in that dtype."""
+        return values.to(torch_dtype(self.code))
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """`mul_` or `div_` with a number, rounded once: torch computes 16-bit floats in float32, in place as well."""
+
+    method: str
+    number: float
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """The results, in place."""
+        return getattr(values, self.method)(self.number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,7 +64,7 @@ def combine(checkpoint: Checkpoint, tensor_hashes: Mapping[str, str]) -> str:
 
 def fingerprint(checkpoint: Checkpoint, workers: int = 1) -> str:
     """`weights_hash` of any checkpoint; reads all of it."""
-    from moesaic.checkpoint.scan import scan
+    from moesaic.checkpoint.streaming import scan
 
     return combine(checkpoint, scan(checkpoint.tensors.values(), workers, allow_nonfinite=True))
 

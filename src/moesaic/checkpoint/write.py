@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from moesaic.checkpoint.headers import TensorInfo
-from moesaic.checkpoint.layout import DEFAULT_SHARD_SIZE, Layout, OutputTensor, plan_files
 from moesaic.checkpoint.lazy import Lazy
 from moesaic.checkpoint.output import check_target, output_folder, require_disk
 from moesaic.checkpoint.pio import explained
@@ -32,10 +31,9 @@ from moesaic.checkpoint.record import (
     write_card,
     write_provenance,
 )
-from moesaic.checkpoint.scan import has_nonfinite, refuse_nonfinite, scan
 from moesaic.checkpoint.source import Checkpoint
-from moesaic.checkpoint.streaming import Unit, units
-from moesaic.checkpoint.writer import CheckpointWriter, Written
+from moesaic.checkpoint.streaming import Unit, has_nonfinite, refuse_nonfinite, scan, units
+from moesaic.checkpoint.writer import DEFAULT_SHARD_SIZE, CheckpointWriter, Layout, OutputTensor, Written, plan_files
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
 from moesaic.common.recipe import dump_recipe, recipe_values

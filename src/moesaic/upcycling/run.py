@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.headers import TensorInfo
-from moesaic.checkpoint.layout import parse_size
 from moesaic.checkpoint.write import NewCheckpoint, check_output, check_sources, write
+from moesaic.checkpoint.writer import parse_size
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice
 from moesaic.common.verbs import verb

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load, load_file, save
 
 from moesaic.checkpoint.headers import DTYPE_BITS, MAX_HEADER_BYTES, TensorInfo, read_header, tensor_bytes
-from moesaic.checkpoint.layout import OutputTensor, plan_files
 from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
+from moesaic.checkpoint.writer import OutputTensor, plan_files
 from moesaic.common.errors import MoesaicError
 from tests.tiny_files import entry, raw_safetensors
 

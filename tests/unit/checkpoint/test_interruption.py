@@ -13,11 +13,10 @@ import pytest
 
 from moesaic.checkpoint import pio
 from moesaic.checkpoint.headers import read_header
-from moesaic.checkpoint.layout import OutputTensor, plan_files
 from moesaic.checkpoint.output import output_folder
 from moesaic.checkpoint.record import fingerprint, read_provenance, write_provenance
 from moesaic.checkpoint.source import open_checkpoint
-from moesaic.checkpoint.writer import CheckpointWriter
+from moesaic.checkpoint.writer import CheckpointWriter, OutputTensor, plan_files
 from moesaic.common.errors import MoesaicError
 from tests.tiny_files import fork, result_of
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.checkpoint.layout import DEFAULT_SHARD_SIZE, OutputTensor, parse_size, plan_files
+from moesaic.checkpoint.writer import DEFAULT_SHARD_SIZE, OutputTensor, parse_size, plan_files
 from moesaic.common.errors import MoesaicError
 
 

@@ -8,10 +8,10 @@ COPY = """
 import re, sys
 from pathlib import Path
 import torch
-from moesaic.checkpoint.layout import OutputTensor, plan_files
+from moesaic.checkpoint.writer import OutputTensor, plan_files
 from moesaic.checkpoint.output import output_folder
 from moesaic.checkpoint.reader import read_tensor
-from moesaic.checkpoint.scan import scan
+from moesaic.checkpoint.streaming import scan
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter
 

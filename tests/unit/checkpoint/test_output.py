@@ -283,8 +283,7 @@ def test_read_only_parent(tmp_path: Path) -> None:
 
 
 def test_file_size_limit_in_the_writer(tmp_path: Path) -> None:
-    from moesaic.checkpoint.layout import OutputTensor, plan_files
-    from moesaic.checkpoint.writer import CheckpointWriter
+    from moesaic.checkpoint.writer import CheckpointWriter, OutputTensor, plan_files
 
     layout = plan_files([OutputTensor(name="t", dtype="F32", shape=(1000, 1000))])
 
@@ -301,8 +300,7 @@ def test_file_size_limit_in_the_writer(tmp_path: Path) -> None:
 
 def test_full_file_system(tmp_path: Path) -> None:
     """A real ENOSPC, from a tmpfs of 1 MiB."""
-    from moesaic.checkpoint.layout import OutputTensor, plan_files
-    from moesaic.checkpoint.writer import CheckpointWriter
+    from moesaic.checkpoint.writer import CheckpointWriter, OutputTensor, plan_files
 
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -19,8 +19,8 @@ from moesaic.checkpoint.record import (
     weights_hash,
     write_provenance,
 )
-from moesaic.checkpoint.scan import scan
 from moesaic.checkpoint.source import open_checkpoint
+from moesaic.checkpoint.streaming import scan
 from moesaic.common.errors import MoesaicError
 from tests.tiny_files import checkpoint_folder
 
@@ -171,7 +171,7 @@ def test_versions() -> None:
 
 
 def test_interface_modules_are_free_of_torch() -> None:
-    modules = ["headers", "source", "layout", "output", "record", "lazy", "streaming", "scan", "hub", "pio"]
+    modules = ["headers", "source", "writer", "output", "record", "lazy", "streaming", "hub", "pio"]
     code = "import sys\n" + "\n".join(f"import moesaic.checkpoint.{m}" for m in modules)
     code += "\nprint(sorted({'torch', 'transformers'} & sys.modules.keys()))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -180,7 +180,7 @@ def test_interface_modules_are_free_of_torch() -> None:
 
 def test_headers_alone_import_next_to_nothing() -> None:
     code = (
-        "import sys\nfrom moesaic.checkpoint import headers, layout, lazy, output, record, source, streaming\n"
+        "import sys\nfrom moesaic.checkpoint import headers, lazy, output, record, source, streaming, writer\n"
         "print(sorted({'torch', 'transformers', 'numpy', 'huggingface_hub', 'yaml'} & sys.modules.keys()))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,7 +5,7 @@ import torch
 import xxhash
 
 from moesaic.checkpoint.headers import read_header
-from moesaic.checkpoint.scan import BLOCK_BYTES, has_nonfinite, scan
+from moesaic.checkpoint.streaming import COPY_BYTES, has_nonfinite, scan
 from moesaic.common.errors import MoesaicError
 from tests.tiny_files import write_tensors
 
@@ -46,7 +46,7 @@ def test_all_codes_of_half_precision(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_hashes_are_those_of_the_bytes(workers: int, tmp_path: Path) -> None:
     tensors = {
-        "big": torch.randn(3 * BLOCK_BYTES // 4 + 7),
+        "big": torch.randn(3 * COPY_BYTES // 4 + 7),
         "bf16": torch.randn(5, 3, dtype=torch.bfloat16),
         "int": torch.full((9,), -1),
         "empty": torch.empty(0, 4),
@@ -65,7 +65,7 @@ def test_hashes_are_those_of_the_bytes(workers: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_first_bad_tensor_is_named(bad: float, dtype: torch.dtype, workers: int, tmp_path: Path) -> None:
-    tensors = {f"t{i}": torch.ones(BLOCK_BYTES, dtype=dtype) for i in range(6)}
+    tensors = {f"t{i}": torch.ones(COPY_BYTES, dtype=dtype) for i in range(6)}
     tensors["t2"][-1] = bad
     tensors["t4"][0] = bad
     write_tensors(tmp_path / "x.safetensors", tensors)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from moesaic.checkpoint import streaming
 from moesaic.checkpoint.lazy import computed, concat, stack, stored, together
 from moesaic.checkpoint.record import fingerprint, original_experts, read_provenance
-from moesaic.checkpoint.scan import scan
 from moesaic.checkpoint.source import open_checkpoint
+from moesaic.checkpoint.streaming import scan
 from moesaic.checkpoint.write import NewCheckpoint, check_sources, write, write_unless_dry
 from moesaic.common.errors import MoesaicError
 from tests.tiny_files import checkpoint_folder

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from moesaic.checkpoint.layout import Layout, OutputTensor, plan_files
 from moesaic.checkpoint.record import fingerprint
-from moesaic.checkpoint.scan import HASH, scan
 from moesaic.checkpoint.source import open_checkpoint
-from moesaic.checkpoint.writer import CheckpointWriter, Written
+from moesaic.checkpoint.streaming import HASH, scan
+from moesaic.checkpoint.writer import CheckpointWriter, Layout, OutputTensor, Written, plan_files
 from moesaic.common.errors import MoesaicError
 from tests.tiny_files import checkpoint_folder
 

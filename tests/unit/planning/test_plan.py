@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moesaic.checkpoint.layout import OutputTensor, plan_files
+from moesaic.checkpoint.writer import OutputTensor, plan_files
 from moesaic.common.errors import MoesaicError
 from moesaic.common.yaml_text import parse_yaml
 from moesaic.families.costs import number, size

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.checkpoint.layout import OutputTensor, plan_files
+from moesaic.checkpoint.writer import OutputTensor, plan_files
 from moesaic.common.yaml_text import parse_yaml
 from moesaic.families.counting import config_shapes
 from moesaic.modeling.names import class_names
