@@ -1,4 +1,4 @@
-"""The rules and losses of methods.md section 2 written down slowly: float64, one token, document and expert at a time.
+"""The rules and losses of docs/routing.md written down slowly: float64, one token, document and expert at a time.
 
 Logits stay scalar tensors, so that gradients of the loops come from autograd and are as independent as the values.
 """

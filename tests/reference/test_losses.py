@@ -120,7 +120,7 @@ def test_skewed_router_scores_the_number_of_experts_over_k():
 
 @pytest.mark.parametrize("rule", list(RULES))
 def test_padding_changes_nothing(rule):
-    """The same documents with and without padding between and after them: equal losses and counts (cases.md, 15)."""
+    """The same documents with and without padding between and after them: equal losses and counts."""
     padded_ids = torch.tensor([[0, 0, 0, 1, -1, -1], [0, 1, 1, -1, -1, -1], [0, 0, 0, 0, 0, 0]])
     real_T = padded_ids.flatten() >= 0
     bare_ids = torch.tensor([[0, 0, 0, 1, 2, 3, 3, 4, 4, 4, 4, 4, 4]])

@@ -84,7 +84,7 @@ def test_one_per_group_with_selection_bias(weighting, score):
 @pytest.mark.parametrize("weighting", ROUTING_WEIGHTINGS)
 @pytest.mark.parametrize("score", ["mean", "log_mean_exp"])
 def test_groups_of_copies_with_a_selection_bias_are_chosen_as_their_source(weighting, score):
-    """Statement (b) of methods.md section 3 under loss-free balancing, for uneven copies."""
+    """E2 of docs/statements.md under loss-free balancing, for uneven copies."""
     logits = random_logits(3, 40)
     bias = torch.linspace(0.3, -0.3, EXPERTS, dtype=torch.float64)
     sources = [*range(EXPERTS), 0, 0, 3, 5, 5, 5]

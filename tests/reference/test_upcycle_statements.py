@@ -1,4 +1,4 @@
-"""The statements of methods.md (N1, N2, D1, D2, D3) and ours for shared experts (S1), in float64, against naive loops.
+"""N1, N2, D1, D2, D3 and S1 of docs/statements.md, in float64, against naive loops.
 
 The loops below know nothing of the package: they route token by token and call one expert at a time.
 """

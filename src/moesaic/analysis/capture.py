@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from moesaic.common.progress import progress
 from moesaic.routing.capture import Scoring, find_blocks
 
 BLOCK_TOKENS = 4096
+"""Tokens at once: with 2,000 probabilities each (16 layers of 125 experts), 33 MB in fp32."""
 
 _HALF_MAX = 65504.0
 """The largest finite number of half precision; larger logits are cut to it."""
@@ -116,8 +117,7 @@ def open_tokens(path: Path) -> Iterator[TokenFile]:
         yield TokenFile(path, raw.fileno(), offset, shape, dtype)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Capture:
+class Capture(NamedTuple):
     """The open files of a capture."""
 
     logits: TokenFile
@@ -128,15 +128,10 @@ class Capture:
 def capture(
     model: nn.Module, sample: Sample, shape: RouterShape, folder: Path, *, batch_size: int, quiet: bool
 ) -> None:
-    """Run the documents through the model and write the folder, which must not exist.
+    """Run the documents, each a sequence of its own, through the model and write the folder, which must not exist.
 
-    Args:
-        model: a causal language model in evaluation mode; its output head is not run.
-        sample: the documents; each is a sequence of its own.
-        shape: of its routers.
-        folder: to write.
-        batch_size: documents at once; changes nothing beyond rounding.
-        quiet: print no progress.
+    `model` is a causal language model in evaluation mode, whose output head is not run; `batch_size` documents at once
+    change nothing beyond rounding.
 
     Raises:
         MoesaicError: not enough disk, logits that are not finite (names the layer).
@@ -148,31 +143,29 @@ def capture(
         np.save(folder / "starts.npy", sample.start_D1)
     rows = (sample.tokens, len(shape.layers))
     with ExitStack() as stack:
-        logits, ids, weights = (
+        files = [
             stack.enter_context(create_tokens(folder / name, (*rows, width), np.dtype(dtype)))
             for name, width, dtype in (
                 ("logits.npy", shape.experts, np.float16),
                 ("ids.npy", shape.active, shape.id_dtype),
                 ("weights.npy", shape.active, np.float16),
             )
-        )
-        files = Capture(logits=logits, ids=ids, weights=weights)
+        ]
         with progress(sample.tokens, unit="tokens", label="running the model", quiet=quiet) as tick:
             for documents, sequences in batches(sample, batch_size):
                 taken = run_batch(model, sequences, shape)
-                _write(files, taken, sample, documents)
-                tick(sum(len(sample.documents[document].ids) for document in documents))
+                for row, document in enumerate(documents):
+                    start, stop = map(int, sample.start_D1[document : document + 2])
+                    for file, values in zip(files, taken, strict=True):
+                        file.write(start, values[row, : stop - start])
+                    tick(stop - start)
 
 
 @contextmanager
 def open_capture(folder: Path) -> Iterator[Capture]:
     """Open what `capture` wrote."""
-    with (
-        open_tokens(folder / "logits.npy") as logits,
-        open_tokens(folder / "ids.npy") as ids,
-        open_tokens(folder / "weights.npy") as weights,
-    ):
-        yield Capture(logits=logits, ids=ids, weights=weights)
+    with ExitStack() as stack:
+        yield Capture(*(stack.enter_context(open_tokens(folder / f"{name}.npy")) for name in Capture._fields))
 
 
 def batches(sample: Sample, size: int) -> Iterator[tuple[list[int], Tensor]]:
@@ -224,13 +217,6 @@ def _watched(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
         for block in find_blocks(model):
             stack.callback(block.router.register_forward_hook(keep).remove)
         yield outputs
-
-
-def _write(files: Capture, taken: tuple[np.ndarray, ...], sample: Sample, documents: Sequence[int]) -> None:
-    for file, values in zip((files.logits, files.ids, files.weights), taken, strict=True):
-        for row, document in enumerate(documents):
-            start, stop = sample.start_D1[document], sample.start_D1[document + 1]
-            file.write(int(start), values[row, : stop - start])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.checkpoint.layout import parse_size
 from moesaic.checkpoint.lazy import Lazy, computed, concat, promoted, stack, stored, together
 from moesaic.checkpoint.record import model_card, original_experts
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.checkpoint.write import NewCheckpoint
+from moesaic.checkpoint.writer import parse_size
 from moesaic.common import seeds
 from moesaic.expansion.exact import Statement, grown_config, statement
 from moesaic.expansion.operators import (

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from moesaic.checkpoint.layout import parse_size
 from moesaic.checkpoint.record import read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
+from moesaic.checkpoint.writer import parse_size
 from moesaic.common import seeds
 from moesaic.common.errors import MoesaicError
 from moesaic.expansion.allocation import allocate, evenly, sources_of

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from moesaic.checkpoint.layout import parse_size
 from moesaic.checkpoint.lazy import Lazy
 from moesaic.checkpoint.output import scratch_folder
 from moesaic.checkpoint.record import model_card, original_experts, read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.checkpoint.write import NewCheckpoint, check_output, write
+from moesaic.checkpoint.writer import parse_size
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import warn
 from moesaic.common.recipe import load_recipe

@@ -71,7 +71,7 @@ class RoutingContext:
         """Number the documents of packed sequences whose ids are only unique within a sequence.
 
         A document is a run of one id within one sequence; negative ids are padding; a document cut by a sequence
-        boundary counts as two (methods.md, section 2). `first_document` is the number of documents that precede this
+        boundary counts as two (docs/routing.md). `first_document` is the number of documents that precede this
         micro-batch in the global batch. Counting waits for the device, so pass the batch while it is on the CPU and let
         `device` say where the context shall live.
         """

@@ -208,7 +208,7 @@ def _one_per_biased_group(
 
     Groups are chosen by their share of the softmax (or of the sigmoids) over all groups plus the mean of their experts'
     biases, the expert within by its share of its group plus its own bias. So copies of an expert that have its logit
-    and its bias, as a group, are chosen when it would have been, whatever their number (methods.md, section 3 b).
+    and its bias, as a group, are chosen when it would have been, whatever their number (docs/statements.md, E2).
     """
     present_GM, safe_GM = members_GM >= 0, members_GM.clamp(min=0)
     over = _GROUP_SHARES[settings.weighting]

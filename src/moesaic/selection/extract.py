@@ -15,17 +15,14 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.verbs import verb
 from moesaic.families.counting import beyond_depth, layer_of
 from moesaic.families.identity import describe, find_lineage, refuse_other_model
-from moesaic.families.moe import EXPERT_COUNT_KEYS, MoEModel, detect_running
-from moesaic.families.moe_table import MOE_FAMILIES
+from moesaic.families.moe import EXPERT_COUNT_KEYS, TOP_K_ALIASES, MoEModel, detect_running
+from moesaic.families.moe_table import KNOWN
 from moesaic.modeling.names import code_files
 from moesaic.routing.subset import Selection, check_counts, cut_routing, load_selection, own_groups
 from moesaic.selection.recipe import ExtractRecipe
 
 _PREDICTED = "num_nextn_predict_layers"
 """Layers that predict further tokens (DeepSeek-V3): stored beyond the depth and not run, so a subset has none."""
-
-_TOP_K_ALIASES = ("experts_per_token",)
-"""Further config keys of the number of active experts (GPT-OSS as published)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +132,7 @@ def refuse_uneven(selection: Selection, where: str) -> int:
         raise MoesaicError(
             f"{where}: keeps {counts[0]} to {counts[-1]} experts depending on the layer, but the config of "
             f"{selection.source.model_type} holds one number for all layers, and so do all other families "
-            f"({', '.join([*MOE_FAMILIES, 'moesaic_*'])}); keep the same number in each layer, or use the selection as "
+            f"({KNOWN}); keep the same number in each layer, or use the selection as "
             "a mask (moesaic.restrict, generate --selection)"
         )
     return counts[0]
@@ -169,7 +166,7 @@ def cut_config(config: Mapping[str, Any], model: MoEModel, selection: Selection,
     for key in EXPERT_COUNT_KEYS:
         if config.get(key) == model.num_experts:
             new[key] = selection.counts[0]
-    for key in (model.family.top_k_key, *_TOP_K_ALIASES):
+    for key in (model.family.top_k_key, *TOP_K_ALIASES):
         if key in config:
             new[key] = active
     if config.get(_PREDICTED) and selection.counts[0] < model.num_experts:

@@ -1,6 +1,6 @@
 """Scores of experts from statistics: pure functions, higher is better, one row per MoE layer; L layers, E experts.
 
-methods.md, section 4. An expert that no token reached scores 0, never NaN. A new scorer is a function and its line in
+docs/select.md. An expert that no token reached scores 0, never NaN. A new scorer is a function and its line in
 `SCORERS`. NumPy is imported by the functions, because the names are read for `moesaic select --help`.
 """
 
@@ -72,7 +72,7 @@ def score_random(layers: Sequence[int], num_experts: int, seed: int) -> Float64[
 
 
 def mix_domains(scores: Sequence[Float64[ndarray, "layers experts"]]) -> Float64[ndarray, "layers experts"]:
-    """Give each domain the same say: each layer's row normalised to sum 1, then added (methods.md, section 4).
+    """Give each domain the same say: each layer's row normalised to sum 1, then added (docs/select.md).
 
     A row of zeros (no expert has a score) stays zero.
     """

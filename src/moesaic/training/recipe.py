@@ -9,10 +9,9 @@ from typing import Any, Literal
 from moesaic.common.errors import MoesaicError
 from moesaic.common.layer_ranges import parse_layers
 from moesaic.common.recipe import load_recipe
-from moesaic.common.yaml_text import parse_yaml
 from moesaic.data.recipe import DataRecipe
 from moesaic.modeling.names import class_names
-from moesaic.recipes import read_recipe, shipped_recipes
+from moesaic.recipes import recipe_source
 from moesaic.routing.config import BalanceScope, RuleConfig
 from moesaic.training.schedule import Transition, check_seed, positions, refuse_long_warmup
 
@@ -316,11 +315,8 @@ def load_train_recipe(source: str | Path | Mapping[str, Any], settings: Sequence
     Raises:
         MoesaicError: the file, a key or a value is wrong.
     """
-    if not isinstance(source, Mapping) and not Path(source).exists():
-        name = str(source)
-        if name in {recipe.name for recipe in shipped_recipes()}:
-            return load_recipe(TrainRecipe, parse_yaml(read_recipe(name), name), settings)
-    return load_recipe(TrainRecipe, source, settings)
+    named = source if isinstance(source, Mapping) else recipe_source(str(source))
+    return load_recipe(TrainRecipe, named, settings)
 
 
 def scratch_config(model: ScratchModel) -> dict[str, Any]:

@@ -10,13 +10,12 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from moesaic.checkpoint.layout import OutputTensor, plan_files
 from moesaic.checkpoint.output import require_disk
 from moesaic.checkpoint.pio import explained, sync_path
 from moesaic.checkpoint.reader import DTYPE_CODES
 from moesaic.checkpoint.record import copy_side_files, read_provenance, source_record, write_provenance
 from moesaic.checkpoint.source import open_checkpoint
-from moesaic.checkpoint.writer import CheckpointWriter
+from moesaic.checkpoint.writer import CheckpointWriter, OutputTensor, plan_files
 from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.families.counting import count_shapes
 from moesaic.families.family import our_base

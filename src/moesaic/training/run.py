@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from moesaic.common.progress import notice
 from moesaic.data.packing import PackedBatch
 from moesaic.training.folder import list_states, locked_folder, refuse_overlap
 from moesaic.training.growth import clear_expansion, expand
-from moesaic.training.metrics import step_line, validation_line
+from moesaic.training.metrics import step_line
 from moesaic.training.parallel import joined_world
 from moesaic.training.recipe import TrainRecipe, load_train_recipe
 from moesaic.training.result import LAST_FILE, TrainResult, write_result
 from moesaic.training.schedule import learning_rate
-from moesaic.training.session import Session, save, start
+from moesaic.training.session import Session, begin, save
 from moesaic.training.start import DTYPES
 from moesaic.training.state import result_of
 from moesaic.training.step import run_step, validate
@@ -67,7 +68,7 @@ def train(
         folder = locked_folder(out, resume=resume, overwrite=overwrite) if world.is_main else nullcontext()
         with folder:
             world.barrier()
-            run = start(recipe, out, world, resume, quiet)
+            run = begin(recipe, out, world, resume, quiet)
             try:
                 with termination_flag() as terminated:
                     _loop(run, terminated)
@@ -164,7 +165,8 @@ def _step(run: Session, batches: list[PackedBatch]) -> None:
 
 def _validate(run: Session) -> None:
     run.validation = validate(run.trainable, run.held_out)
-    run.log.write(validation_line(run.validation, step=run.step, tokens=run.tokens))
+    measured = {domain: asdict(loss) for domain, loss in run.validation.items()}
+    run.log.write({"kind": "validation", "step": run.step, "tokens": run.tokens, "validation": measured})
     run.console.validation(run.validation, run.step)
 
 

@@ -26,7 +26,7 @@ class Factors:
 
 
 def factors(*, scale: Scale, weighting: Weighting, experts: int, top_k: int, shards: int, shared: int) -> Factors:
-    """Factors of one layer (methods.md section 1).
+    """Factors of one layer (docs/statements.md).
 
     `exact`: weights that sum to 1 over K = M*(whole groups) give each shard 1/M, so down times M; a softmax over all E
     without renormalisation gives 1/E at a flat router, so down times E*M/K. With S shared experts (S whole FFNs) the

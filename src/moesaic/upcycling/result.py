@@ -1,6 +1,6 @@
 """What can be promised about a result, and what a conversion made (or would make), for people and programs. No torch.
 
-D1, D2, D3, N1 and N2 are the statements of methods.md, section 1; S1 is the one with shared experts. All hold for the
+docs/statements.md has the statements D1, D2, D3, N1, N2 and S1, with their proofs and tests. All hold for the
 FFN of each MoE layer at initialisation, in exact arithmetic; rounding to the result's dtype comes on top.
 """
 
@@ -20,7 +20,7 @@ Code = Literal["N1", "N2", "D1", "D2", "D3", "S1", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """One statement about every MoE layer: its code in methods.md, and a sentence."""
+    """One statement about every MoE layer: its code in docs/statements.md, and a sentence."""
 
     code: Code
     text: str

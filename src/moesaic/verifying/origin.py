@@ -9,8 +9,8 @@ from math import factorial, frexp
 from typing import Any
 
 from moesaic.checkpoint.record import PROVENANCE_FILE, fingerprint, read_provenance, weights_hash
-from moesaic.checkpoint.scan import scan
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
+from moesaic.checkpoint.streaming import scan
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice
 from moesaic.common.recipe import load_recipe

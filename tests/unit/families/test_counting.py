@@ -1,4 +1,4 @@
-"""Parameter counts against the numbers of elements of real torch models, and the size claims of methods.md."""
+"""Parameter counts against the numbers of elements of real torch models, and the sizes in docs/plan.md."""
 
 import pytest
 import torch
@@ -122,7 +122,7 @@ def router_biases(model):
 
 
 def divmoe_config(model_type, *, hidden, width, layers, heads, kv_heads, head_dim, vocab, tied=True):
-    """N=4, M=K=2: the configuration of every size claim in methods.md."""
+    """N=4, M=K=2: the configuration of every size in docs/plan.md."""
     return {
         "model_type": f"moesaic_{model_type}",
         "hidden_size": hidden,

@@ -274,7 +274,7 @@ CLAIMS = (
             effect=lambda n: _grown(n, "random", 0.8) - _grown(n, "uniform", 0.8),
         ),
         Claim(
-            says="(ours) the exact expansion ends better than the plain one at 10% CPT (methods.md, section 3)",
+            says="(ours) the exact expansion ends better than the plain one at 10% CPT (docs/statements.md, E2)",
             figure="loss of plain minus loss of exact, tau/T = 0.91",
             effect=lambda n: _grown(n, "gradient_norm", 0.91) - _grown(n, "exact", 0.91),
         ),

@@ -193,13 +193,13 @@ CLAIMS = (
         effect=lambda n: _at(n, "short way: dense, same tokens") - _at(n, "grown exactly, trained"),
     ),
     Claim(
-        says="(ours) growing exactly costs nothing (methods.md, section 3)",
+        says="(ours) growing exactly costs nothing (docs/statements.md, E2)",
         figure=f"{_NEAR} minus the rise of the loss, grown exactly",
         effect=lambda n: _NEAR - (_at(n, "grown exactly, not trained") - _at(n, "divmoe, annealed with pools")),
         otherwise="not seen",
     ),
     Claim(
-        says="(ours) growing exactly ends below growing plainly (methods.md, section 3)",
+        says="(ours) growing exactly ends below growing plainly (docs/statements.md, E2)",
         figure="loss grown plainly minus loss grown exactly, both trained",
         effect=lambda n: _at(n, "grown plainly, trained") - _at(n, "grown exactly, trained"),
     ),
