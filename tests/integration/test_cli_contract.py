@@ -525,6 +525,8 @@ def test_a_plugin_is_imported_only_where_it_is_used(call):
 def test_a_lab_that_is_not_installed_is_one_line(refusal, monkeypatch):
     monkeypatch.setattr(cli, "entry_points", lambda group: [])
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    if "lab" in cli.app:
+        del cli.app["lab"]
     for line in ("lab", "lab list", "lab run x y --jobs 2", "lab --help"):
         assert refusal(*line.split()) == "lab: is a package of its own; pip install moesaic-lab"
     del cli.app["lab"]

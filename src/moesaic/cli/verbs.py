@@ -55,7 +55,7 @@ COMMANDS: dict[str, Command] = {
         run_options=("workers", "overwrite", "dry_run"),
         missing={
             "arguments": "BASE and OUT are both needed; with --config RECIPE.yaml, OUT alone",
-            "method": "--method is needed: one of scratch, sparse, drop, virtual_group, btx, divmoe",
+            "method": "--method is needed: one of {choices}",
         },
         options={
             "base": Option(read=_not_empty),
