@@ -59,7 +59,7 @@ class Job:
     documents: list[perplexity.Document] = field(default_factory=list)
 
 
-@verb(EvalRecipe, positional=("checkpoint",), out=True)
+@verb(EvalRecipe, positional=("checkpoint",), out="file")
 def evaluate(
     recipe: EvalRecipe,
     out: str | Path | None = None,

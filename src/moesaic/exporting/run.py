@@ -37,7 +37,7 @@ from moesaic.modeling.names import code_files
 from moesaic.routing.config import RuleConfig
 
 
-@verb(ExportRecipe, positional=("checkpoint",), out=True, convert={"checkpoint": str})
+@verb(ExportRecipe, positional=("checkpoint",), out="folder", convert={"checkpoint": str})
 def export(
     recipe: ExportRecipe,
     out: str | Path,

@@ -39,7 +39,7 @@ class ExtractResult(WriteResult):
         return [self.line(f"{self.experts} of {self.experts_before} experts per layer, {self.top_k} active")]
 
 
-@verb(ExtractRecipe, positional=("checkpoint", "selection"), out=True)
+@verb(ExtractRecipe, positional=("checkpoint", "selection"), out="folder")
 def extract(
     recipe: ExtractRecipe,
     out: str | Path,

@@ -40,7 +40,7 @@ class MergeBackResult(WriteResult):
         return [self.line(f"{self.experts} experts put back{more}")]
 
 
-@verb(MergeBackRecipe, positional=("full", "subset"), out=True)
+@verb(MergeBackRecipe, positional=("full", "subset"), out="folder")
 def merge_back(
     recipe: MergeBackRecipe,
     out: str | Path,

@@ -26,7 +26,7 @@ from moesaic.selection.statistics import FORMAT as STATISTICS_FORMAT
 from moesaic.selection.statistics import ExpertStatistics, load_statistics, merge_by_domain, save_statistics
 
 
-@verb(SelectRecipe, positional=("checkpoint",), out=True)
+@verb(SelectRecipe, positional=("checkpoint",), out="file")
 def select(recipe: SelectRecipe, out: str | Path | None = None, *, quiet: bool = True) -> Selection:
     """Choose the experts to keep in each MoE layer, and write them to the JSON file `out` if given.
 
