@@ -32,7 +32,7 @@ from moesaic.exporting.tensors import (
 )
 from moesaic.exporting.view import View, view_of
 from moesaic.families.family import ONE_PER_GROUP, PLAIN_TOP_K, our_base
-from moesaic.families.moe import detect_moe
+from moesaic.families.moe import detect_moe, prediction_notices
 from moesaic.families.moe_table import MOE_FAMILIES, TARGETS
 from moesaic.modeling.names import code_files
 from moesaic.routing.config import RuleConfig
@@ -215,7 +215,10 @@ def _relaid(recipe: ExportRecipe, checkpoint: Checkpoint, why: str, routing: Map
         config=_with_dtype(checkpoint.config, recipe.dtype),
         num_experts=model.num_experts,
         layers=len(model.layers),
-        notices=() if routing is None else _recorded(checkpoint, routing),
+        notices=(
+            *(() if routing is None else _recorded(checkpoint, routing)),
+            *prediction_notices(checkpoint, "it is written in this layout as well"),
+        ),
         routing=routing,
     )
 
