@@ -29,6 +29,7 @@ from moesaic.exporting.tensors import (
     native_tensors,
     our_tensors,
     relaid_tensors,
+    scaling_factor,
 )
 from moesaic.exporting.view import View, view_of
 from moesaic.families.family import ONE_PER_GROUP, PLAIN_TOP_K, our_base
@@ -239,7 +240,7 @@ def _extracted(recipe: ExportRecipe, checkpoint: Checkpoint, specialist: str) ->
 
 
 def _converted(recipe: ExportRecipe, checkpoint: Checkpoint, routing: Mapping[str, Any] | None) -> ExportPlan:
-    view = view_of(checkpoint)
+    view, notices = view_of(checkpoint), ()
     facts = facts_of(view) | recorded_routing(routing)
     if recipe.to == "moesaic":
         family, why = str(view.config["model_type"]), "our architecture on the dense model that its layers are made of"
@@ -260,6 +261,7 @@ def _converted(recipe: ExportRecipe, checkpoint: Checkpoint, routing: Mapping[st
         why, layout = TARGETS[family].why, "family" if recipe.layout == "input" else recipe.layout
         tensors = native_tensors(view, family, layout, CODES[recipe.dtype] if recipe.dtype else None)
         config = native_config(family, view.config)
+        notices = _folded(view, family)
     return ExportPlan(
         recipe=recipe,
         checkpoint=checkpoint,
@@ -269,7 +271,7 @@ def _converted(recipe: ExportRecipe, checkpoint: Checkpoint, routing: Mapping[st
         config=_with_dtype(config, recipe.dtype),
         num_experts=int(view.config["num_experts"]),
         layers=len(view.layers),
-        notices=_ties(recipe, view, family),
+        notices=(*notices, *_ties(recipe, view, family)),
     )
 
 
@@ -308,6 +310,18 @@ def _recorded(checkpoint: Checkpoint, routing: Mapping[str, Any]) -> tuple[str, 
     return (
         f"{checkpoint.name}: {what}: the rule is in moesaic.json, where only moesaic reads it; other engines would "
         f"route by config.json ({own})",
+    )
+
+
+def _folded(view: View, family: str) -> tuple[str, ...]:
+    """A native family has no factor on its routing weights: it is in the experts then."""
+    factor = scaling_factor(view)
+    if factor == 1.0:
+        return ()
+    return (
+        f"{view.checkpoint.name}: {family} has no factor on routing weights, so the factor {factor:g} is on down_proj "
+        f"(rounded once): an expert puts out {factor:g} times as much before its weight, which may leave float16 "
+        "where the source does not; run it in bfloat16 or float32, or export --to moesaic for float16",
     )
 
 

@@ -146,7 +146,17 @@ def _measure_layers(
     identity, factor = _identity(origin, specialists)
     blocks = decoder_layers(model)
     views = (view_layer(blocks[layer].mlp, layer, dense) for layer in origin.moe_layers)
-    return [measure_layer(view, shards=origin.shards, groups_E=groups, identity=identity, rho=factor) for view in views]
+    return [
+        measure_layer(
+            view,
+            shards=origin.shards,
+            scaling=blocks[view.layer].mlp.gate.routed_scaling_factor,
+            groups_E=groups,
+            identity=identity,
+            rho=factor,
+        )
+        for view in views
+    ]
 
 
 def _identity(origin: Origin, specialists: Sequence[DenseModel] | None) -> tuple[Identity | None, Identity | None]:
