@@ -80,6 +80,10 @@ def build(name: str, benchmark: Benchmark, *, shots: int, seed: int, local: Loca
         try:
             tasks = manager.load(specs)["tasks"]
         except (OSError, ImportError, ValueError, AssertionError) as error:
+            if local is not None and type(error).__module__.startswith("pyarrow"):
+                raise MoesaicError(
+                    f"{name}: a field has another type in one row than in the others ({error})"
+                ) from error
             if local is not None:
                 raise
             first, *_ = str(error).strip().splitlines() or [type(error).__name__]

@@ -2,6 +2,7 @@
 for all tasks or a folder with one per task or category, and the rows that these were made on. Torch-free.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,13 @@ import xxhash
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
-from moesaic.data.calibration import in_split, is_choice
+from moesaic.common.recipe import convert_fields
+from moesaic.data.calibration import in_split
 from moesaic.data.files import SUFFIXES, DataFile, Record, find_files, hash_files, read_records
 from moesaic.data.recipe import SourceRecipe
 from moesaic.evaluation.benchmarks import Benchmark
-from moesaic.evaluation.tasks import Row, as_is
+from moesaic.evaluation.rows import index_of, lacking
+from moesaic.evaluation.tasks import Row
 from moesaic.families.identity import describe, refuse_other_model
 from moesaic.families.moe import detect_running
 from moesaic.routing.subset import Selection, load_selection
@@ -132,24 +135,42 @@ def _rows(file: Path, benchmark: Benchmark, held_out: HeldOut | None) -> Iterato
 
 
 def _adapted(record: Record, benchmark: Benchmark) -> list[Row]:
-    """The rows of a record in the hub's form."""
-    adapt = benchmark.adapt if benchmark.adapts_all or is_choice(record.fields) else as_is
+    """The rows of a record in the hub's form, every field in its type."""
+    rows, local = [record.fields], benchmark.local
+    missing = lacking(benchmark.fields, record.fields)
+    if missing and local is not None:
+        if still := lacking(local, record.fields):
+            raise _not_a_row(record, benchmark, still[0])
+        read = convert_fields(local, record.fields, name=record.where)
+        with _at(record):
+            if "choices" in local:
+                index_of("choices")(read)
+            rows = list(benchmark.adapt(read))
+    elif missing:
+        raise _not_a_row(record, benchmark, missing[0])
+    typed = [convert_fields(benchmark.fields, row, name=record.where) for row in rows]
+    for row in typed if benchmark.check else ():
+        with _at(record):
+            benchmark.check(row)
+    return typed
+
+
+@contextlib.contextmanager
+def _at(record: Record) -> Iterator[None]:
+    """Put a record's place before what is wrong with it."""
     try:
-        rows = list(adapt(record.fields))
-    except KeyError as error:
-        raise _not_a_row(record, benchmark, f"no field {error}") from error
-    except (ValueError, TypeError, AttributeError, IndexError) as error:
-        raise _not_a_row(record, benchmark, str(error)) from error
-    for row in rows:
-        if lacking := [name for name in benchmark.fields if name not in row]:
-            raise _not_a_row(record, benchmark, f"no field {lacking[0]!r}")
-    return rows
+        yield
+    except MoesaicError as error:
+        raise MoesaicError(f"{record.where}: {error}") from error
 
 
-def _not_a_row(record: Record, benchmark: Benchmark, reason: str) -> MoesaicError:
+def _not_a_row(record: Record, benchmark: Benchmark, missing: str) -> MoesaicError:
+    forms = [", ".join(benchmark.fields)]
+    if benchmark.local is not None:
+        forms.append(", ".join(name for name in benchmark.local if lacking({name: benchmark.local[name]}, {})))
     return MoesaicError(
-        f"{record.where}: not a row of {benchmark.title} ({reason}); it has {', '.join(map(str, record.fields))}, and "
-        f"the hub's fields are {', '.join(benchmark.fields)}"
+        f"{record.where}: not a row of {benchmark.title} (no field {missing!r}); it has "
+        f"{', '.join(map(str, record.fields))}, and the hub's fields are {', or those here '.join(forms)}"
     )
 
 
