@@ -17,7 +17,7 @@ from moesaic.data.files import find_files, read_records
 from moesaic.data.mmlu import category_of
 from moesaic.data.recipe import SourceRecipe
 
-_FIELD = re.compile(r"\{(\w+)\}")
+_FIELD = re.compile(r"\{(\w+)(?:\[(\d+)\])?\}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,10 @@ def render(fields: Mapping[str, Any], template: str | None, where: str) -> str:
         known = dict(fields)
         if is_choice(fields):
             known["answer_text"] = fields["choices"][fields["answer"]]
-        return _FIELD.sub(lambda match: str(_field(known, match[1], where)), template.replace("\\n", "\n"))
+        try:
+            return fill(template, known)
+        except MoesaicError as error:
+            raise MoesaicError(f"{where}: {error}") from error
     for needed, text in _TEXTS:
         if all(name in fields for name in needed):
             rendered = text(fields, where)
@@ -136,6 +139,29 @@ def render(fields: Mapping[str, Any], template: str | None, where: str) -> str:
     )
 
 
+def fields_of(template: str) -> list[str]:
+    """The fields that a template names."""
+    return list(dict.fromkeys(match[1] for match in _FIELD.finditer(template)))
+
+
+def fill(template: str, fields: Mapping[str, Any]) -> str:
+    """A template with the values of `{field}`, and of `{field[0]}` where it is a list.
+
+    Raises:
+        MoesaicError: a field that is not there, or a list that is too short.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        found = _field(fields, match[1], "")
+        if match[2] is None:
+            return str(found)
+        if not isinstance(found, list) or int(match[2]) >= len(found):
+            raise MoesaicError(f"{match[1]}: has no value number {match[2]}, counted from 0, got {found!r}")
+        return str(found[int(match[2])])
+
+    return _FIELD.sub(value, template.replace("\\n", "\n"))
+
+
 _DERIVED: Mapping[str, tuple[str, Callable[[str], str]]] = {"mmlu_category": ("subject", category_of)}
 """Fields that no record has: the field that says them, and how."""
 
@@ -145,7 +171,8 @@ def _field(fields: Mapping[str, Any], name: str, where: str) -> Any:
         source, derive = _DERIVED[name]
         return derive(str(_field(fields, source, where)))
     if name not in fields:
-        raise MoesaicError(f"{where}: no field {name!r}; the record has {', '.join(map(str, fields))}")
+        place = f"{where}: " if where else ""
+        raise MoesaicError(f"{place}no field {name!r}; the record has {', '.join(map(str, fields))}")
     return fields[name]
 
 

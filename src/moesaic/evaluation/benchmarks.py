@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from moesaic.data.mmlu import CATEGORIES, PRO_CATEGORIES, SUBJECTS
@@ -32,6 +33,10 @@ class Benchmark:
     """Keys of lm-eval's configuration that replace the task's own."""
     local_config: Mapping[str, Any] = field(default_factory=dict)
     """The same for local rows, which are adapted already."""
+    definition: Path | None = None
+    """lm-eval's own file of the task, which is then all of its definition."""
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    """Split -> file with its rows, of a task that says where they are; empty: in the folder with the data."""
     files: str | None = None
     """Local files are FILES.SPLIT.jsonl or FILES.SPLIT_anything.jsonl; None: the benchmark's name."""
     split: str = "test"
@@ -91,7 +96,7 @@ def _squad(title: str, config: Mapping[str, Any]) -> Benchmark:
 def _mmlu(title: str, subjects: tuple[str, ...]) -> Benchmark:
     return Benchmark(
         title=title,
-        fields={"question": str, "choices": Texts, "answer": int, "subject": str | None},
+        fields={"question": str, "choices": Texts, "answer": int, "subject": str},
         check=rows.index_of("choices"),
         folder="mmlu/default",
         parts={f"mmlu_{subject}": subject for subject in subjects},
@@ -107,7 +112,7 @@ def _mmlu(title: str, subjects: tuple[str, ...]) -> Benchmark:
 def _mmlu_pro(category: str) -> Benchmark:
     return Benchmark(
         title=f"Pro {category.replace('_', ' ')}",
-        fields={"question": str, "choices": Texts, "answer": int, "subject": str | None},
+        fields={"question": str, "choices": Texts, "answer": int, "subject": str},
         check=rows.index_of("choices"),
         parts={f"mmlu_pro_{category}": category},
         part_field="subject",

@@ -15,7 +15,7 @@ from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import convert_fields
 from moesaic.data.calibration import in_split
-from moesaic.data.files import SUFFIXES, DataFile, Record, find_files, hash_files, read_records
+from moesaic.data.files import DataFile, Record, find_files, hash_files, read_records, rows_file
 from moesaic.data.recipe import SourceRecipe
 from moesaic.evaluation.benchmarks import Benchmark
 from moesaic.evaluation.rows import index_of, lacking
@@ -79,7 +79,7 @@ def find_split(folder: Path, stem: str, split: str) -> Path:
 
 
 def read_local(
-    name: str, benchmark: Benchmark, folder: Path, *, shots: int, held_out: HeldOut | None = None
+    name: str, benchmark: Benchmark, folder: Path | None, *, shots: int, held_out: HeldOut | None = None
 ) -> LocalData:
     """Read the rows of a benchmark and, where demonstrations come from a split, of that split.
 
@@ -88,11 +88,10 @@ def read_local(
         MoesaicError: a row that is broken, with its file and line.
     """
     refuse_too_many_shots(benchmark, shots)
-    stem = benchmark.files or name
     splits = [benchmark.split]
     if shots and benchmark.shot_split is not None:
         splits.append(benchmark.shot_split)
-    files = {split: _find(folder, stem, split, shots=shots, evaluated=benchmark.split) for split in splits}
+    files = {split: find_rows(name, benchmark, folder, split, shots=shots) for split in splits}
     parts = dict.fromkeys(benchmark.parts.values() if benchmark.part_field else (WHOLE,))
     rows: dict[str, dict[str, list[Row]]] = {part: {split: [] for split in splits} for part in parts}
     for split, file in files.items():
@@ -105,7 +104,7 @@ def read_local(
         raise DataMissingError(f"{files[benchmark.split]} has no rows of {name}")
     return LocalData(
         rows=complete,
-        hashes=file_hashes([_data_file(path) for path in files.values()]),
+        hashes=file_hashes([rows_file(path) for path in files.values()]),
         missing_parts=tuple(part for part in parts if part not in complete),
     )
 
@@ -116,17 +115,26 @@ def refuse_too_many_shots(benchmark: Benchmark, shots: int) -> None:
         raise DataMissingError(f"it has {benchmark.demonstrations} demonstrations, not {shots}")
 
 
-def _find(folder: Path, stem: str, split: str, *, shots: int, evaluated: str) -> Path:
+def find_rows(name: str, benchmark: Benchmark, folder: Path | None, split: str, *, shots: int) -> Path:
+    """The file of a split, where the task says it is or in the folder.
+
+    Raises:
+        DataMissingError: there is none.
+    """
+    if benchmark.paths:
+        return benchmark.paths[split]
+    if folder is None:
+        raise DataMissingError(f"{name}: its rows are files of a folder; give it with --data-dir")
     try:
-        return find_split(folder, stem, split)
+        return find_split(folder, benchmark.files or name, split)
     except DataMissingError as error:
-        if split == evaluated:
+        if split == benchmark.split:
             raise
         raise DataMissingError(f"{error}, from which its {shots} demonstrations come; --shots 0 takes none") from error
 
 
 def _rows(file: Path, benchmark: Benchmark, held_out: HeldOut | None) -> Iterator[tuple[str, Row]]:
-    for number, record in enumerate(read_records(_data_file(file), ("text",), lambda _amount: None)):
+    for number, record in enumerate(read_records(rows_file(file), None, lambda _amount: None)):
         if held_out is not None and held_out.holds(number):
             continue
         part = _part(record, benchmark.part_field)
@@ -143,7 +151,7 @@ def _adapted(record: Record, benchmark: Benchmark) -> list[Row]:
             raise _not_a_row(record, benchmark, still[0])
         read = convert_fields(local, record.fields, name=record.where)
         with _at(record):
-            if "choices" in local:
+            if local.get("answer") is int:
                 index_of("choices")(read)
             rows = list(benchmark.adapt(read))
     elif missing:
@@ -180,10 +188,6 @@ def _part(record: Record, field: str | None) -> str:
     if field not in record.fields:
         raise MoesaicError(f"{record.where}: no field {field!r}, which says what part of the benchmark the row is of")
     return str(record.fields[field]).strip().lower().replace(" ", "_")
-
-
-def _data_file(path: Path) -> DataFile:
-    return DataFile(path=path, format=SUFFIXES[".jsonl"], size=path.stat().st_size)
 
 
 def file_hashes(files: Sequence[DataFile]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from moesaic.evaluation.programs import humaneval_results, mbpp_results
 Row = dict[str, Any]
 Adapter = Callable[[Row], Iterator[Row]]
 
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def as_is(row: Row) -> Iterator[Row]:
@@ -32,8 +32,8 @@ def lettered(question: str) -> Adapter:
         yield {
             "id": str(row.get("id", "")),
             question: row["question"],
-            "choices": {"text": choices, "label": list(_LETTERS[: len(choices)])},
-            "answerKey": _LETTERS[row["answer"]],
+            "choices": {"text": choices, "label": list(LETTERS[: len(choices)])},
+            "answerKey": LETTERS[row["answer"]],
         }
 
     return adapt
@@ -256,15 +256,19 @@ def pro_rows(category: str) -> Callable[[Any], Any]:
     return process
 
 
+def lettered_choices(choices: Sequence[str]) -> str:
+    """A line for each choice, with its letter."""
+    return "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
+
+
 def pro_letters(doc: dict[str, Any]) -> list[str]:
     """The letters of the choices that a question has."""
-    return list(_LETTERS[: len(doc["choices"])])
+    return list(LETTERS[: len(doc["choices"])])
 
 
 def pro_question(doc: dict[str, Any]) -> str:
     """A question in the form of MMLU's, with all of its choices."""
-    choices = "".join(f"{letter}. {choice}\n" for letter, choice in zip(_LETTERS, doc["choices"], strict=False))
-    return f"{doc['question'].strip()}\n{choices}Answer:"
+    return f"{doc['question'].strip()}\n{lettered_choices(doc['choices'])}\nAnswer:"
 
 
 ANY_LETTERS: dict[str, Any] = {"doc_to_text": pro_question, "doc_to_choice": pro_letters}
