@@ -101,13 +101,20 @@ COMMANDS: dict[str, Command] = {
         moesaic select --compare A.json B.json""",
         examples="""
   moesaic select ./moe math.json --data math.jsonl --keep 25% --examples 5
+  moesaic select ./moe gsm.json --task gsm8k --shots 5 --data-dir ./evals --keep 25%
+  moesaic select ./moe both.json --data math.jsonl --data code.jsonl --keep 32
   moesaic select ./moe both.json --stats math.stats.json --stats code.stats.json --keep 32
   moesaic select ./moe mmlu --data mmlu.jsonl --by mmlu_category --split 0.4 --shots 5 --keep 25%""",
         recipe="moesaic.selection.recipe:SelectRecipe",
         run="moesaic.selection.select:select",
         arguments=("checkpoint", "out"),
         words=("CHECKPOINT OUT", "Folder or hub id, and the JSON file to write (with --by: a folder)."),
-        options={"stats": Option(metavar="FILE"), "only": Option(hidden=True)},
+        options={
+            "data": Option(metavar="DATA"),
+            "task": Option(metavar="TASK"),
+            "stats": Option(metavar="FILE"),
+            "only": Option(hidden=True),
+        },
         further={
             "by": (str, "Make one selection for each value of this field, or mmlu_category."),
             "union": (bool, "Write the union of two selections."),

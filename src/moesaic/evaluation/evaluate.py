@@ -5,7 +5,7 @@ First the jobs: the tasks whose data is there, with what identifies their number
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from moesaic.evaluation.local import (
     HeldOut,
     Subset,
     Subsets,
+    digests_of,
     file_hashes,
     find_rows,
     load_subsets,
@@ -63,7 +64,11 @@ class Job:
     documents: list[perplexity.Document] = field(default_factory=list)
 
 
-@verb(EvalRecipe, positional=("checkpoint",), out=True)
+def _several(given: Any) -> tuple[str, ...]:
+    return (str(given),) if isinstance(given, str | Path) else tuple(map(str, given))
+
+
+@verb(EvalRecipe, positional=("checkpoint",), out=True, convert={"task": _several})
 def evaluate(
     recipe: EvalRecipe,
     out: str | Path | None = None,
@@ -154,19 +159,23 @@ def _benchmark_job(
             raise DataMissingError("it runs programs that the model writes; --allow-code-execution allows that")
         check_isolation()
     refuse_too_many_shots(benchmark, task.shots or 0)
-    local, file = None, None
+    local, tasks = None, None
     folder = None if recipe.data_dir is None else Path(recipe.data_dir)
     is_local = benchmark.definition is None and bool(folder is not None or benchmark.paths)
     if is_local:
         file = find_rows(task.name, benchmark, folder, benchmark.split, shots=task.shots or 0)
-    held_out = _held_out(recipe, suite, subset, file)
+        digests, where = (lambda: digests_of(file)), str(file)
+    else:
+        tasks = harness.build(task.name, benchmark, shots=task.shots or 0, seed=recipe.seed, local=None)
+        digests, where = (lambda: harness.digests_of(tasks)), f"the rows of {task.name}"
+    seen = None if subset is None else _seen(subset, digests(), where, f"rows of {task.name}")
+    held_out = _held_out(recipe, suite, subset, seen, where)
     if is_local:
         local = read_local(task.name, benchmark, folder, shots=task.shots or 0, held_out=held_out)
-    elif subset is not None and subset.drawn() is not None:
+        tasks = harness.build(task.name, benchmark, shots=task.shots or 0, seed=recipe.seed, local=local)
+    elif subset is not None and subset.drawn() is not None and not seen:
         raise DataMissingError("its selection was made on a share of local rows; --data-dir with these says which")
-    if file is not None and subset is not None and subset.drawn_from(file) is None:
-        _warn_of_seen(subset, file, f"rows of {task.name}")
-    tasks = harness.build(task.name, benchmark, shots=task.shots or 0, seed=recipe.seed, local=local)
+    assert tasks is not None
     identity = _identity(task, subset, held_out) | {
         "data": dict(local.hashes) if local else "hub" if benchmark.definition is None else harness.rows_digest(tasks),
         "lm_eval_tasks": {name: str(one.VERSION) for name, one in tasks.items()},
@@ -195,7 +204,7 @@ def _text_job(recipe: EvalRecipe, task: SuiteTask, subset: Subset | None, text: 
     documents = perplexity.read_documents(files, domain_field=domain_field, text_field=text.text, limit=recipe.limit)
     if subset is not None:
         for file in files:
-            _warn_of_seen(subset, file.path, "held-out texts")
+            _seen(subset, perplexity.digests_of(file), str(file.path), "held-out texts", may_leave_out=False)
     identity = _identity(task, subset, None) | {
         "data": file_hashes(files),
         "domain_field": domain_field,
@@ -208,31 +217,40 @@ def _identity(task: SuiteTask, subset: Subset | None, held_out: HeldOut | None) 
     return {
         "shots": task.shots,
         "selection": None if subset is None else subset.digest,
-        "left_out": None if held_out is None else vars(held_out),
+        "left_out": None if held_out is None else held_out.record(),
     }
 
 
-def _held_out(recipe: EvalRecipe, suite: Suite, subset: Subset | None, file: Path | None) -> HeldOut | None:
-    """The rows to leave out: those of the file that the selection was made on, or that one would be made on."""
+def _held_out(recipe: EvalRecipe, suite: Suite, subset: Subset | None, seen: int | None, where: str) -> HeldOut | None:
+    """The rows to leave out: those that the selection was made on, or that one would be made on."""
     drawn = None if subset is None else subset.drawn()
-    here = None if subset is None or file is None else subset.drawn_from(file)
+    here = drawn if seen else None
     if recipe.selection_share is not None:
         if subset is not None and here is not None and here.share != recipe.selection_share:
             raise MoesaicError(
                 f"--selection-share {recipe.selection_share:g}: {subset.file} was made on a share of {here.share:g} of "
-                f"{file}; leave the flag out"
+                f"{where}; leave the flag out"
             )
-        return HeldOut(share=recipe.selection_share, seed=drawn.seed if drawn else 0)
+        return here or HeldOut(share=recipe.selection_share, seed=drawn.seed if drawn else 0)
     if here is not None or suite.selection_share is None:
         return here
-    return drawn or HeldOut(share=suite.selection_share, seed=0)
+    return HeldOut(share=drawn.share if drawn else suite.selection_share, seed=drawn.seed if drawn else 0)
 
 
-def _warn_of_seen(subset: Subset, file: Path, what: str) -> None:
-    """Say where a selection was made on what is evaluated."""
-    if subset.made_on(file):
-        how = "without --split" if subset.drawn() is None else "where --split does not tell which rows are evaluated"
-        warn(f"{subset.file}: was made on {file} {how}, so {what} are among its own")
+def _seen(subset: Subset, digests: Sequence[str], where: str, what: str, *, may_leave_out: bool = True) -> int:
+    """How many of the rows a selection was made on; says where they stay in, and where it cannot be known."""
+    if subset.rows is None and subset.needs_rows:
+        warn(
+            f"{subset.file}: does not say which rows it was made on (statistics, or an older file), so {what} may be "
+            "among its own; make it anew with `moesaic select --data`"
+        )
+    seen = subset.seen(digests)
+    if seen and (subset.drawn() is None or not may_leave_out):
+        how = "" if subset.drawn() is not None else " without --split"
+        warn(
+            f"{subset.file}: was made on {seen} of the {len(digests)} rows of {where}{how}, so {what} are among its own"
+        )
+    return seen
 
 
 # --- running them -----------------------------------------------------------------------------------------------------

@@ -18,10 +18,11 @@ import torch
 import xxhash
 
 from moesaic.common.errors import MoesaicError
+from moesaic.data.calibration import record_digest
 from moesaic.evaluation.benchmarks import Benchmark
 from moesaic.evaluation.local import WHOLE, DataMissingError, HeldOut, LocalData
 
-_NEEDED = "moesaic eval: needs lm_eval; pip install 'moesaic[eval]'"
+_NEEDED = "tasks need lm_eval; pip install 'moesaic[eval]'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +168,11 @@ def _data(benchmark: Benchmark, part: str, *, shots: int, local: LocalData | Non
     return changes
 
 
+def digests_of(tasks: Mapping[str, Any]) -> list[str]:
+    """The digests of the rows that tasks ask."""
+    return [record_digest(row) for task in tasks.values() for row in task.eval_docs]
+
+
 def refuse_short_reach(lm: Any, tasks: Mapping[str, Any]) -> None:
     """Refuse tasks whose answers may be longer than the model reaches; lm-eval would stop in the middle.
 
@@ -185,8 +191,8 @@ def rows_left(tasks: Mapping[str, Any], held_out: HeldOut, limit: int | None) ->
     """Of each task, the first `limit` rows that selections leave; rows of the hub are numbered within their task."""
     found = {}
     for name, task in tasks.items():
-        numbers = range(len(task.eval_docs))
-        found[name] = [n for n in numbers if not held_out.holds(n)][:limit]
+        rows = enumerate(task.eval_docs)
+        found[name] = [number for number, row in rows if not held_out.holds(number, record_digest(row))][:limit]
     return found
 
 
@@ -243,6 +249,14 @@ def _measured(results: Mapping[str, Any], name: str) -> Measured:
             metrics[key] = (float(value), float(error) if known else None)  # lm-eval writes "N/A" where it has none
     asked = sorted(results["samples"][name], key=lambda one: one["doc_id"])
     return Measured(samples=int(results["n-samples"][name]["effective"]), metrics=metrics, asked=tuple(asked))
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Make requests as a run makes them: quietly, from the same seed."""
+    _seed(seed)
+    with _silent(quiet=True):
+        yield
 
 
 def _seed(seed: int) -> None:

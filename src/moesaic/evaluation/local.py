@@ -3,7 +3,7 @@ for all tasks or a folder with one per task or category, and the rows that these
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import convert_fields
-from moesaic.data.calibration import in_split
-from moesaic.data.files import DataFile, Record, find_files, hash_files, read_records, rows_file
-from moesaic.data.recipe import SourceRecipe
+from moesaic.data.calibration import in_split, record_digest
+from moesaic.data.files import DataFile, Record, hash_files, read_records, rows_file
 from moesaic.evaluation.benchmarks import Benchmark
 from moesaic.evaluation.rows import index_of, lacking
 from moesaic.evaluation.tasks import Row
@@ -25,6 +24,7 @@ from moesaic.families.moe import detect_running
 from moesaic.routing.subset import Selection, load_selection
 
 _COMPRESSIONS = ("", ".gz", ".zst")
+_DIGITS = 16  # of a record's digest
 WHOLE = ""
 """The part of a benchmark that has no parts."""
 
@@ -39,10 +39,16 @@ class HeldOut:
 
     share: float
     seed: int
+    rows: frozenset[str] | None = None
+    """Digests of the rows, where a selection says them; None: the draw by the number of the row says."""
 
-    def holds(self, number: int) -> bool:
-        """Whether row `number` is in it."""
-        return in_split(number, share=self.share, seed=self.seed)
+    def holds(self, number: int, digest: str) -> bool:
+        """Whether a row is in it; its content decides where it is known."""
+        return digest in self.rows if self.rows is not None else in_split(number, share=self.share, seed=self.seed)
+
+    def record(self) -> dict[str, Any]:
+        """What results say of it."""
+        return {"share": self.share, "seed": self.seed}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +57,8 @@ class LocalData:
 
     rows: Mapping[str, Mapping[str, list[Row]]]
     """Part (value of the benchmark's `part_field`, or `WHOLE`) -> split -> rows; parts without rows are left out."""
+    places: Mapping[str, list[tuple[int, str]]]
+    """Part -> of each evaluated row, the number and the digest of the record that it is of."""
     hashes: Mapping[str, str]
     """File name -> xxh3_128 of its bytes."""
     missing_parts: tuple[str, ...]
@@ -94,16 +102,20 @@ def read_local(
     files = {split: find_rows(name, benchmark, folder, split, shots=shots) for split in splits}
     parts = dict.fromkeys(benchmark.parts.values() if benchmark.part_field else (WHOLE,))
     rows: dict[str, dict[str, list[Row]]] = {part: {split: [] for split in splits} for part in parts}
+    places: dict[str, list[tuple[int, str]]] = {part: [] for part in parts}
     for split, file in files.items():
-        left_out = held_out if split == benchmark.split else None
-        for part, row in _rows(file, benchmark, left_out):
+        evaluated = split == benchmark.split
+        for part, row, place in _rows(file, benchmark, held_out if evaluated else None):
             if part in rows:
                 rows[part][split].append(row)
+            if part in rows and evaluated:
+                places[part].append(place)
     complete = {part: by_split for part, by_split in rows.items() if all(by_split.values())}
     if not complete:
         raise DataMissingError(f"{files[benchmark.split]} has no rows of {name}")
     return LocalData(
         rows=complete,
+        places=places,
         hashes=file_hashes([rows_file(path) for path in files.values()]),
         missing_parts=tuple(part for part in parts if part not in complete),
     )
@@ -133,13 +145,20 @@ def find_rows(name: str, benchmark: Benchmark, folder: Path | None, split: str, 
         raise DataMissingError(f"{error}, from which its {shots} demonstrations come; --shots 0 takes none") from error
 
 
-def _rows(file: Path, benchmark: Benchmark, held_out: HeldOut | None) -> Iterator[tuple[str, Row]]:
+def _rows(file: Path, benchmark: Benchmark, held_out: HeldOut | None) -> Iterator[tuple[str, Row, tuple[int, str]]]:
+    """Part, row and place of what a file has of a benchmark."""
     for number, record in enumerate(read_records(rows_file(file), None, lambda _amount: None)):
-        if held_out is not None and held_out.holds(number):
+        digest = record_digest(record.fields)
+        if held_out is not None and held_out.holds(number, digest):
             continue
         part = _part(record, benchmark.part_field)
         for row in _adapted(record, benchmark):
-            yield part, row
+            yield part, row, (number, digest)
+
+
+def digests_of(file: Path) -> list[str]:
+    """The digest of every record of a file with rows."""
+    return [record_digest(record.fields) for record in read_records(rows_file(file), None, lambda _amount: None)]
 
 
 def _adapted(record: Record, benchmark: Benchmark) -> list[Row]:
@@ -220,33 +239,32 @@ class Subset:
 
     def drawn(self) -> HeldOut | None:
         """The share of the rows that it was made on, where it was made on a share."""
-        data = self.selection.details.get("data") or {}
-        share = data.get("split")
-        return None if share is None or share >= 1 else HeldOut(share=float(share), seed=int(data.get("seed", 0)))
-
-    def made_on(self, file: Path) -> bool:
-        """Whether it was made on rows of a file, or of a folder with it."""
-        data = self._data_path()
-        return data is not None and file.resolve().is_relative_to(data)
-
-    def drawn_from(self, file: Path) -> HeldOut | None:
-        """The share of a file's rows that it was made on.
-
-        None also for all but the first file of a folder: rows are counted over all files, so theirs are not known.
-        """
-        data = self._data_path()
-        if data is None or not self.made_on(file):
+        share = self._data.get("split")
+        if share is None or share >= 1:
             return None
-        first = (
-            data
-            if data.is_file()
-            else find_files(SourceRecipe(path=str(data), domain="calibration"), quiet=True)[0].path
-        )
-        return self.drawn() if first.resolve() == file.resolve() else None
+        return HeldOut(share=float(share), seed=int(self._data.get("seed", 0)), rows=self.rows)
 
-    def _data_path(self) -> Path | None:
-        path = (self.selection.details.get("data") or {}).get("path")
-        return None if path is None else Path(path).expanduser().resolve()
+    @property
+    def rows(self) -> frozenset[str] | None:
+        """Digests of the records that it was made on; None where it does not say."""
+        text = self._data.get("rows")
+        if not isinstance(text, str):
+            return None
+        return frozenset(text[start : start + _DIGITS] for start in range(0, len(text), _DIGITS))
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether it was made on records at all."""
+        return bool(self._data) or bool(self.selection.details.get("domains"))
+
+    def seen(self, digests: Iterable[str]) -> int:
+        """How many of some records it was made on; of one that does not say, 0."""
+        rows = self.rows or frozenset()
+        return sum(digest in rows for digest in digests)
+
+    @property
+    def _data(self) -> dict[str, Any]:
+        return self.selection.details.get("data") or {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -136,6 +136,17 @@ def definition_of(reference: str) -> dict[str, str]:
         return {"definition": xxhash.xxh3_128_hexdigest(path.read_bytes())}
 
 
+def is_task(reference: str) -> bool:
+    """Whether a text names a task, and not a file or folder of data."""
+    path = Path(reference)
+    return path.suffix in SUFFIXES or (reference in BENCHMARKS and not path.exists())
+
+
+def task_name(reference: str) -> str:
+    """Under which a task's results and statistics are kept."""
+    return find_task(reference).name
+
+
 class _Loader(yaml.SafeLoader):
     """Plain data, and lm-eval's `!function` as its text."""
 

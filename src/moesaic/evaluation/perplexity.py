@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
+from moesaic.data.calibration import record_digest
 from moesaic.data.files import DataFile, find_files, read_records
 from moesaic.data.recipe import SourceRecipe
 from moesaic.evaluation.local import DataMissingError
@@ -88,6 +89,11 @@ def read_documents(
     if not documents:
         raise MoesaicError(f"{files[0].path.parent}: no document has any text; perplexity needs at least one")
     return documents
+
+
+def digests_of(file: DataFile) -> list[str]:
+    """The digest of every record of a file."""
+    return [record_digest(record.fields) for record in read_records(file, None, lambda _amount: None)]
 
 
 def _domain(fields: Mapping[str, Any], name: str, file: DataFile, where: str) -> str:
