@@ -45,11 +45,8 @@ def test_requests_are_those_that_eval_scores(routed: Path, evals: Path, tmp_path
         if line["task"] == "own":
             text = f"{requests[0]['context']} {line['target']}"
         else:
-            right = line["target"] if line["task"] == "arc_easy" else None
-            row = json.loads(
-                (evals / f"{line['task']}.{_split(line['task'])}.jsonl").read_text().splitlines()[line["row"]]
-            )
-            assert right is None or right == row["answer"]
+            file = next(evals.glob(f"{line['task']}.[tv][ea][sl]*.jsonl"))
+            row = json.loads(file.read_text().splitlines()[line["row"]])
             text = requests[row["answer"]]["context"] + requests[row["answer"]]["continuation"]
         asked.setdefault(line["task"], []).append(text)
     for task, shots, name in zip(tasks, (2, None, None), ("arc_easy", "winogrande", "own"), strict=True):
