@@ -34,7 +34,7 @@ def _named(specialists: Any) -> list[dict[str, str]]:
     return [{"name": name, "path": str(path)} for name, path in specialists.items()]
 
 
-@verb(UpcycleRecipe, positional=("base",), out=True, convert={"specialists": _named})
+@verb(UpcycleRecipe, positional=("base",), out="folder", convert={"specialists": _named})
 def upcycle(
     recipe: UpcycleRecipe,
     out: str | Path,

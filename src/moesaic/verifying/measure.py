@@ -7,8 +7,9 @@ T tokens, D hidden, E experts, K active, M shards; expert e holds shard e mod M.
 the routed experts have: 1, or 1/2 beside shared experts.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.activations import ACT2FN
 
 from moesaic.families.dense import DenseModel
 from moesaic.families.experts import ExpertWeights, widened
+from moesaic.modeling.finite import is_finite
 from moesaic.probe import run_logits
 from moesaic.upcycling.choices import Factors
 from moesaic.verifying.recipe import LayerMeasure
@@ -147,7 +149,7 @@ def measure_layer(
     """
     expected_TD = identity(view) if identity else None
     factor = rho(view) if rho else None
-    return LayerMeasure(
+    measure = LayerMeasure(
         layer=view.layer,
         error=_relative(view.output_TD - view.ffn_TD, view.ffn_TD).mean().item(),
         norm_ratio=_relative(view.output_TD, view.ffn_TD).mean().item(),
@@ -159,6 +161,11 @@ def measure_layer(
         weight_sum_error=(view.weights_TK.sum(-1) / scaling - 1).abs().max().item(),
         distinct=None if groups_E is None else _all_different(groups_E[view.ids_TK]).float().mean().item(),
     )
+    if all(map(is_finite, (view.hidden_TD, view.ffn_TD, view.output_TD))):
+        return measure
+    # What is counted would be a number also where nothing is: which experts a NaN goes to says nothing.
+    counted = ("coverage", "weight_sum_error", "distinct")
+    return replace(measure, **{key: math.nan for key in counted if getattr(measure, key) is not None})
 
 
 def _coverage(ids_TK: Tensor, shards: int) -> float | None:
