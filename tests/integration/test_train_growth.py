@@ -384,10 +384,9 @@ def test_settings_that_contradict_the_rest_of_the_recipe(tmp_path):
 def test_utilities_that_are_all_zero_stop_the_run_and_leave_the_state_before(tmp_path, monkeypatch):
     norms = growth_utility._norms
 
-    def zero(trainable, found):
-        return {
-            layer: tuple(0.0 for _ in values) if layer else values for layer, values in norms(trainable, found).items()
-        }
+    def zero(trainable, found, layers):
+        measured = norms(trainable, found, layers).items()
+        return {layer: tuple(0.0 for _ in values) if layer else values for layer, values in measured}
 
     monkeypatch.setattr(growth_utility, "_norms", zero)
     values = grown_recipe(tmp_path / "in", {"step": STEP, "experts": 12})

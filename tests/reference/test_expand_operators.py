@@ -201,6 +201,7 @@ def test_expert_operators(name):
     for found, wanted in zip((made.gate_ID, made.up_ID, made.down_DI), expected, strict=True):
         torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=0, atol=1e-12)
     assert made.up_bias_I is not None
+    assert source.up_bias_I is not None
     assert torch.equal(made.up_bias_I, torch.zeros(I).double() if name == "random" else source.up_bias_I)
 
 
