@@ -9,6 +9,7 @@ from moesaic.checkpoint.pio import check_file
 from moesaic.cli.build import Call
 from moesaic.cli.output import print_result
 from moesaic.common.errors import MoesaicError
+from moesaic.common.place import check_place
 
 if TYPE_CHECKING:
     from moesaic.routing.subset import Selection
@@ -52,6 +53,7 @@ def _each(recipe: "SelectRecipe", out: str, by: str) -> dict[str, "SelectRecipe"
 
     if len(recipe.data) != 1 or recipe.task or recipe.stats or recipe.stats_out is not None:
         raise MoesaicError(f"--by {by}: takes one --data, and no --task, --stats or --stats-out")
+    check_place(out)
     drawn = calibration_of(recipe.data[0], recipe)
     targets = {value: str(Path(out) / f"{_file_name(value)}.json") for value in categories(recipe.data[0], by)}
     if len(set(targets.values())) < len(targets):

@@ -14,6 +14,7 @@ from moesaic.checkpoint.pio import check_file
 from moesaic.checkpoint.results import FORMAT
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.common.numbers import finite_only
 from moesaic.common.progress import notice, warn
 from moesaic.common.verbs import verb
 from moesaic.data.files import rows_file
@@ -37,13 +38,10 @@ from moesaic.evaluation.recipe import TEXT_METRIC, EvalRecipe, Suite, SuiteTask,
 from moesaic.evaluation.results import (
     EvalResult,
     continued,
-    finite_only,
     new_document,
     record_suite,
     write_results,
 )
-
-_WIDER = "a model that overflows needs --dtype bfloat16 or float32"
 
 
 @dataclass(kw_only=True)
@@ -68,7 +66,7 @@ def _several(given: Any) -> tuple[str, ...]:
     return (str(given),) if isinstance(given, str | Path) else tuple(map(str, given))
 
 
-@verb(EvalRecipe, positional=("checkpoint",), out=True, convert={"task": _several})
+@verb(EvalRecipe, positional=("checkpoint",), out="file", convert={"task": _several})
 def evaluate(
     recipe: EvalRecipe,
     out: str | Path | None = None,
@@ -175,6 +173,9 @@ def _benchmark_job(
         if subset is not None and subset.drawn() is not None and not seen:
             raise DataMissingError("its selection was made on a share of local rows; --data-dir with these says which")
         held_out = _held_out(recipe, suite, subset, seen, where)
+    rows = None if local or held_out is None else harness.rows_left(tasks, held_out, recipe.limit)
+    if rows is not None and not any(rows.values()):
+        raise DataMissingError("no row is left beside those that selections are made on")
     identity = _identity(task, subset, held_out) | {
         "data": dict(local.hashes) if local else "hub" if benchmark.definition is None else harness.rows_digest(tasks),
         "lm_eval_tasks": {name: str(one.VERSION) for name, one in tasks.items()},
@@ -188,7 +189,7 @@ def _benchmark_job(
         benchmark=benchmark,
         tasks=tasks,
         missing_parts=local.missing_parts if local else (),
-        rows=None if local or held_out is None else harness.rows_left(tasks, held_out, recipe.limit),
+        rows=rows,
     )
 
 
@@ -265,6 +266,7 @@ def _run_all(
 ) -> None:
     """Load the model, run the jobs, save the results after each; adds to `missing` what the model is too short for."""
     from moesaic.loading import load, load_tokenizer
+    from moesaic.modeling.finite import watched
 
     kept = None if recipe.samples is None else samples.SamplesFile(Path(recipe.samples))
     tokenizer: Any = load_tokenizer(recipe.checkpoint)
@@ -277,18 +279,36 @@ def _run_all(
         except DataMissingError as error:
             missing[name] = str(error)
             continue
-        with _restricted(model, job.subset):
+        with _restricted(model, job.subset), watched(model) as seen:
             measured, lines = (_run_text if job.documents else _run_benchmark)(job, recipe, lm, quiet)
-        entry = finite_only(measured)
-        if entry != measured:
-            warn(f"{name}: some of its numbers are infinite or not numbers, and null in the results; {_WIDER}")
+        entry = measured_only(measured, seen.not_finite)
+        if entry["not_finite"] is not None:
+            warn(f"{name}: {entry['not_finite']}; no number of it is reported")
         entry["seconds"] = round(time.monotonic() - started, 3)
         document["tasks"][name] = entry
         save()
         if kept is not None:
-            kept.put(name, lines)
+            kept.put(name, () if entry["not_finite"] and "text" not in entry else lines)
         score = "no score" if entry["score"] is None else f"{entry['score']:.4f}"
         notice(f"{name}: {entry['metric']} {score}, {entry['seconds']:.0f} s", quiet=quiet)
+
+
+def measured_only(entry: Mapping[str, Any], not_finite: object | None) -> dict[str, Any]:
+    """An entry of the results without the numbers that were not measured; `not_finite` says why they are null.
+
+    A benchmark counts answers, which it also does where the logits say nothing: one call that is not finite takes all
+    of its numbers. Of text, the documents tell themselves.
+    """
+    kept = finite_only(entry)
+    if not_finite is not None and "text" not in kept:
+        nothing = {"score": None, "standard_error": None}
+        kept |= nothing
+        kept["metrics"] = {name: {"value": None, "standard_error": None} for name in kept["metrics"]}
+        kept["parts"] = {name: part | nothing for name, part in kept["parts"].items()}
+        kept["rows"] = None
+    if not_finite is None and kept["score"] is None:
+        not_finite = "the loss is beyond what a number holds" if kept["samples"] else "there is no row to measure"
+    return kept | {"not_finite": None if not_finite is None else str(not_finite)}
 
 
 def _restricted(model: Any, subset: Subset | None) -> contextlib.AbstractContextManager[Any]:

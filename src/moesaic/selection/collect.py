@@ -50,6 +50,9 @@ def collect_statistics(
         layerwise: choose the experts of a layer, so that the layers after it see what is left of it.
         top_k: active experts of a layer that is cut; default: the model's.
         quiet: print no progress.
+
+    Raises:
+        NotFiniteError: a layer gives NaN or infinity, so no expert can be scored by it, or by what comes after.
     """
     batches = {domain: list(make_batches(own, size=batch_size, padding_id=0)) for domain, own in sequences.items()}
     everything = [batch for own in batches.values() for batch in own]

@@ -19,7 +19,7 @@ from moesaic.common.verbs import verb
 from moesaic.data.calibration import encode_texts
 from moesaic.families.counting import trained_context
 from moesaic.families.identity import SourceModel, describe, refuse_other_model
-from moesaic.families.moe import MoEModel, detect_running
+from moesaic.families.moe import MoEModel, detect_running, prediction_notices
 from moesaic.routing.subset import FORMAT, Selection, check_counts, save_selection
 from moesaic.selection.recipe import SelectRecipe
 from moesaic.selection.scorers import mix_domains, routing_mass, score, score_random
@@ -38,7 +38,7 @@ def _several(given: Any) -> tuple[str, ...]:
     return () if given is None else (str(given),) if isinstance(given, str | Path) else tuple(map(str, given))
 
 
-@verb(SelectRecipe, positional=("checkpoint",), out=True, convert={"data": _several, "task": _several})
+@verb(SelectRecipe, positional=("checkpoint",), out="file", convert={"data": _several, "task": _several})
 def select(recipe: SelectRecipe, out: str | Path | None = None, *, quiet: bool = True) -> Selection:
     """Choose the experts to keep in each MoE layer, and write them to the JSON file `out` if given.
 
@@ -54,6 +54,8 @@ def select(recipe: SelectRecipe, out: str | Path | None = None, *, quiet: bool =
     opened = open_checkpoint(recipe.checkpoint)
     model = detect_running(opened)
     source = describe(opened, model)
+    for line in prediction_notices(opened, "its experts are not scored, and `extract` leaves it out"):
+        notice(line, quiet=quiet)
     count = _count(recipe, source, opened.config)
     parts = [_load(file, source) for file in recipe.stats]
     sets = calibration_sets(recipe, quiet=quiet)
