@@ -137,7 +137,10 @@ def test_numbers_that_json_does_not_have_are_null_and_said(
     assert entry["text"]["domains"]["a"]["loss"] is None
     assert entry["text"]["domains"]["b"]["loss"] == 1.0
     assert "perplexity of all: -, - bits per byte, loss -, 2 documents" in result.lines()[0]
-    assert "perplexity: some of its numbers are infinite or not numbers, and null" in capsys.readouterr().err
+    why = "the loss is beyond what a number holds"
+    assert entry["not_finite"] == why
+    assert f"perplexity: {why}" in "\n".join(result.lines())
+    assert f"perplexity: {why}; no number of it is reported" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_refused_first(

@@ -84,7 +84,7 @@ class Prepared:
 @verb(
     InspectRecipe,
     positional=("checkpoint",),
-    out=True,
+    out="folder",
     convert={"data": lambda data: (str(data),) if isinstance(data, str | Path) else tuple(map(str, data))},
 )
 def inspect(

@@ -28,6 +28,7 @@ def families(
     /,
     *,
     json: Json = False,
+    quiet: Quiet = False,  # noqa: ARG001 (every verb takes it)
 ) -> None:
     """Say what each family of mixtures of experts can be used for: read, train, expand, cut, write, serve, or why not.
 

@@ -9,6 +9,7 @@ from moesaic.checkpoint.pio import check_file
 from moesaic.cli.build import Call
 from moesaic.cli.output import print_result
 from moesaic.common.errors import MoesaicError
+from moesaic.common.place import check_place
 
 if TYPE_CHECKING:
     from moesaic.routing.subset import Selection
@@ -55,6 +56,7 @@ def _each(recipe: "SelectRecipe", out: str, by: str) -> dict[str, "SelectRecipe"
 
     if recipe.data is None or recipe.stats or recipe.stats_out is not None:
         raise MoesaicError(f"--by {by}: takes --data, and no --stats or --stats-out")
+    check_place(out)
     drawn = Calibration(
         path=recipe.data,
         template=recipe.template,

@@ -17,6 +17,8 @@ from moesaic.checkpoint.record import PROVENANCE_FILE, read_provenance
 from moesaic.checkpoint.results import read_results
 from moesaic.common.errors import MoesaicError
 from moesaic.common.intervals import LEVEL, Interval, mean_interval
+from moesaic.common.numbers import is_measured
+from moesaic.common.progress import warn
 
 METRICS_FILE = "metrics.jsonl"
 RESULTS_FILE = "results.json"
@@ -197,6 +199,8 @@ def _from_results(path: Path, name: str) -> Run:
     try:
         for task, entry in document["tasks"].items():
             condition = _condition(document["settings"], entry)
+            if not is_measured(entry["score"]):
+                warn(f"{path}: has no score of {task} ({entry.get('not_finite') or 'it is null'})")
             for column, score in _scores(task, entry, condition):
                 columns[column.key], scores[column.key] = column, score
         checkpoint = document["checkpoint"]
@@ -226,7 +230,7 @@ def _condition(settings: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
 
 
 def _scores(task: str, entry: Mapping[str, Any], condition: str) -> Iterator[tuple[Column, Score]]:
-    if entry["score"] is None:
+    if not is_measured(entry["score"]) and "text" not in entry:
         return
     if "text" not in entry:
         column = Column(key=task, title=entry["title"], percent=True, higher_is_better=entry["higher_is_better"])
@@ -240,7 +244,7 @@ def _scores(task: str, entry: Mapping[str, Any], condition: str) -> Iterator[tup
             ("bits_per_byte", "bits_per_byte_error", "bpb"),
             ("loss", "standard_error", "text loss"),
         ):
-            if found[key] is None:
+            if not is_measured(found[key]):
                 continue
             yield (
                 Column(key=f"{key}:{domain}", title=f"{title} {domain}", percent=False, higher_is_better=False),
@@ -264,7 +268,7 @@ def _kept(document: Mapping[str, Any]) -> tuple[int | None, int | None]:
 def _from_metrics(folder: Path, name: str) -> Run:
     columns: dict[str, Column] = {}
     scores: dict[str, Score] = {}
-    expansions, tokens = [], 0
+    expansions, tokens, unknown = [], 0, list[str]()
     for number, line in _lines(folder / METRICS_FILE):
         try:
             tokens = max(tokens, line["tokens"])
@@ -272,10 +276,13 @@ def _from_metrics(folder: Path, name: str) -> Run:
                 expansions.append(line)
             if line["kind"] == "validation":
                 columns, scores = _losses(line["validation"])
+                unknown = [domain for domain, one in line["validation"].items() if not is_measured(one["loss"])]
         except (KeyError, TypeError, AttributeError) as error:
             raise MoesaicError(
                 f"{folder / METRICS_FILE}:{number}: not a line of `moesaic train` ({error!r})"
             ) from error
+    if unknown:
+        warn(f"{folder}: the last held-out loss of {', '.join(unknown)} is not finite, so there is no mean of them")
     record = (read_provenance(folder) or {}) if (folder / PROVENANCE_FILE).exists() else {}
     return Run(
         name=name,
@@ -292,6 +299,7 @@ def _from_metrics(folder: Path, name: str) -> Run:
 
 def _losses(validation: Mapping[str, Any]) -> tuple[dict[str, Column], dict[str, Score]]:
     """Held-out loss by domain, and its mean over the domains."""
+    measured = {domain: found for domain, found in validation.items() if is_measured(found["loss"])}
     scores = {
         f"loss:{domain}": Score(
             value=found["loss"],
@@ -299,10 +307,10 @@ def _losses(validation: Mapping[str, Any]) -> tuple[dict[str, Column], dict[str,
             samples=found["documents"],
             condition=f"{found['documents']} documents, {found['tokens']} tokens of {domain}",
         )
-        for domain, found in validation.items()
+        for domain, found in measured.items()
     }
     titles = {f"loss:{domain}": f"loss {domain}" for domain in validation}
-    if len(scores) > 1:
+    if len(scores) > 1 and len(measured) == len(validation):
         errors = [score.error for score in scores.values()]
         known = [error for error in errors if error is not None]
         titles[_MEAN] = "mean loss"

@@ -14,6 +14,7 @@ from moesaic.checkpoint.pio import check_file
 from moesaic.checkpoint.results import FORMAT
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.common.numbers import finite_only
 from moesaic.common.progress import notice, warn
 from moesaic.common.verbs import verb
 from moesaic.evaluation import harness, perplexity
@@ -34,13 +35,10 @@ from moesaic.evaluation.recipe import TEXT_METRIC, EvalRecipe, Suite, SuiteTask,
 from moesaic.evaluation.results import (
     EvalResult,
     continued,
-    finite_only,
     new_document,
     record_suite,
     write_results,
 )
-
-_WIDER = "a model that overflows needs --dtype bfloat16 or float32"
 
 
 @dataclass(kw_only=True)
@@ -59,7 +57,7 @@ class Job:
     documents: list[perplexity.Document] = field(default_factory=list)
 
 
-@verb(EvalRecipe, positional=("checkpoint",), out=True)
+@verb(EvalRecipe, positional=("checkpoint",), out="file")
 def evaluate(
     recipe: EvalRecipe,
     out: str | Path | None = None,
@@ -158,6 +156,9 @@ def _benchmark_job(recipe: EvalRecipe, suite: Suite, task: SuiteTask, subset: Su
     if file is not None and subset is not None and subset.drawn_from(file) is None:
         _warn_of_seen(subset, file, f"rows of {task.task}")
     tasks = harness.build(task.task, benchmark, shots=task.shots, seed=recipe.seed, local=local)
+    rows = None if local or held_out is None else harness.rows_left(tasks, held_out, recipe.limit)
+    if rows is not None and not any(rows.values()):
+        raise DataMissingError("no row is left beside those that selections are made on")
     identity = _identity(task, subset, held_out) | {
         "data": dict(local.hashes) if local else "hub",
         "lm_eval_tasks": {name: str(one.VERSION) for name, one in tasks.items()},
@@ -169,7 +170,7 @@ def _benchmark_job(recipe: EvalRecipe, suite: Suite, task: SuiteTask, subset: Su
         subset=subset,
         tasks=tasks,
         missing_parts=local.missing_parts if local else (),
-        rows=None if local or held_out is None else harness.rows_left(tasks, held_out, recipe.limit),
+        rows=rows,
     )
 
 
@@ -232,6 +233,7 @@ def _run_all(
 ) -> None:
     """Load the model, run the jobs, save the results after each; adds to `missing` what the model is too short for."""
     from moesaic.loading import load, load_tokenizer
+    from moesaic.modeling.finite import watched
 
     tokenizer: Any = load_tokenizer(recipe.checkpoint)
     model = load(recipe.checkpoint, device=recipe.device, dtype=recipe.dtype)
@@ -243,16 +245,33 @@ def _run_all(
         except DataMissingError as error:
             missing[name] = str(error)
             continue
-        with _restricted(model, job.subset):
+        with _restricted(model, job.subset), watched(model) as seen:
             measured = (_run_text if job.documents else _run_benchmark)(job, recipe, lm, quiet)
-        entry = finite_only(measured)
-        if entry != measured:
-            warn(f"{name}: some of its numbers are infinite or not numbers, and null in the results; {_WIDER}")
+        entry = measured_only(measured, seen.not_finite)
+        if entry["not_finite"] is not None:
+            warn(f"{name}: {entry['not_finite']}; no number of it is reported")
         entry["seconds"] = round(time.monotonic() - started, 3)
         document["tasks"][name] = entry
         save()
         score = "no score" if entry["score"] is None else f"{entry['score']:.4f}"
         notice(f"{name}: {entry['metric']} {score}, {entry['seconds']:.0f} s", quiet=quiet)
+
+
+def measured_only(entry: Mapping[str, Any], not_finite: object | None) -> dict[str, Any]:
+    """An entry of the results without the numbers that were not measured; `not_finite` says why they are null.
+
+    A benchmark counts answers, which it also does where the logits say nothing: one call that is not finite takes all
+    of its numbers. Of text, the documents tell themselves.
+    """
+    kept = finite_only(entry)
+    if not_finite is not None and "text" not in kept:
+        nothing = {"score": None, "standard_error": None}
+        kept |= nothing
+        kept["metrics"] = {name: {"value": None, "standard_error": None} for name in kept["metrics"]}
+        kept["parts"] = {name: part | nothing for name, part in kept["parts"].items()}
+    if not_finite is None and kept["score"] is None:
+        not_finite = "the loss is beyond what a number holds" if kept["samples"] else "there is no row to measure"
+    return kept | {"not_finite": None if not_finite is None else str(not_finite)}
 
 
 def _restricted(model: Any, subset: Subset | None) -> contextlib.AbstractContextManager[Any]:

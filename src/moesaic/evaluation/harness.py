@@ -170,12 +170,18 @@ def run(
 
 
 def pooled(parts: Sequence[Measured]) -> Measured:
-    """One benchmark out of its parts: means over all rows, and lm-eval's pooled standard error."""
+    """One benchmark out of its parts: means over all rows, and lm-eval's pooled standard error.
+
+    Parts without a row count for nothing.
+    """
     from lm_eval.api.metrics import pooled_sample_stderr
 
+    parts = [part for part in parts if part.samples] or parts
     if len(parts) == 1:
         return parts[0]
     sizes = [part.samples for part in parts]
+    if not sum(sizes):
+        return parts[0]
     metrics: dict[str, tuple[float, float | None]] = {}
     for name in parts[0].metrics:
         values, errors = zip(*(part.metrics[name] for part in parts), strict=True)
@@ -194,7 +200,10 @@ def _measured(results: Mapping[str, Any], name: str) -> Measured:
             error = values.get(f"{metric}_stderr,{filter_name}")
             known = isinstance(error, (int, float)) and math.isfinite(error)
             metrics[key] = (float(value), float(error) if known else None)  # lm-eval writes "N/A" where it has none
-    return Measured(samples=int(results["n-samples"][name]["effective"]), metrics=metrics)
+    samples = int(results["n-samples"][name]["effective"])
+    if not samples:
+        metrics = dict.fromkeys(metrics, (math.nan, None))
+    return Measured(samples=samples, metrics=metrics)
 
 
 def _seed(seed: int) -> None:

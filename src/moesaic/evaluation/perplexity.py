@@ -28,6 +28,9 @@ WINDOW = 2048
 """Most tokens that are predicted at once; a model that reaches less far has smaller windows."""
 _POSITIONS = 8192  # in one batch, padding included
 
+_MOST_NATS = 709.0
+"""exp of more is no float64."""
+
 _HELD_OUT = (".valid", ".validation", ".test", ".heldout", ".held_out")
 
 
@@ -134,7 +137,7 @@ def text_loss(losses_N: Tensor, tokens_N: Tensor, bytes_N: Tensor) -> dict[str, 
     return {
         "loss": per_token.loss,
         "standard_error": per_token.standard_error,
-        "perplexity": math.exp(min(per_token.loss, 700.0)),  # more is no float64
+        "perplexity": math.exp(per_token.loss) if per_token.loss < _MOST_NATS else math.inf,
         "bits_per_byte": per_byte.loss * to_bits,
         "bits_per_byte_error": None if error is None else error * to_bits,
         "documents": per_token.documents,

@@ -273,13 +273,15 @@ def measure(
     """Forward and backward of every batch; the loss of a batch is the mean over its predicted tokens.
 
     Raises:
+        NotFiniteError: logits that are not finite.
         MoesaicError: a loss that is not finite.
     """
     from moesaic.modeling.cross_entropy import IGNORED, token_losses
+    from moesaic.modeling.finite import watched
 
     device = next(model.parameters()).device
     packed = keeps_documents_apart(model)
-    with _watched(model, layers) as experts:
+    with watched(model, refuse=name), _watched(model, layers) as experts:
         for batch in batches:
             total = 0.0
             for ids_BS, positions_BS, labels_BS, mask_BS in _parts(batch.to(device), packed=packed):

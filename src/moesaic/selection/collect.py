@@ -52,6 +52,9 @@ def collect_statistics(
         layerwise: choose the experts of a layer, so that the layers after it see what is left of it.
         top_k: active experts of a layer that is cut; default: the model's.
         quiet: print no progress.
+
+    Raises:
+        NotFiniteError: a layer gives NaN or infinity, so no expert can be scored by it, or by what comes after.
     """
     batches = list(make_batches(sequences, size=batch_size, padding_id=0))
     active = source.top_k if top_k is None else top_k

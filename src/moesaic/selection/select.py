@@ -18,7 +18,7 @@ from moesaic.common.verbs import verb
 from moesaic.data.calibration import Calibration, calibration_texts, domain_of, encode_texts
 from moesaic.families.counting import trained_context
 from moesaic.families.identity import SourceModel, describe, refuse_other_model, shared_count
-from moesaic.families.moe import MoEModel, detect_running
+from moesaic.families.moe import MoEModel, detect_running, prediction_notices
 from moesaic.routing.subset import FORMAT, Selection, check_counts, save_selection
 from moesaic.selection.recipe import SelectRecipe
 from moesaic.selection.scorers import mix_domains, routing_mass, score, score_random
@@ -26,7 +26,7 @@ from moesaic.selection.statistics import FORMAT as STATISTICS_FORMAT
 from moesaic.selection.statistics import ExpertStatistics, load_statistics, merge_by_domain, save_statistics
 
 
-@verb(SelectRecipe, positional=("checkpoint",), out=True)
+@verb(SelectRecipe, positional=("checkpoint",), out="file")
 def select(recipe: SelectRecipe, out: str | Path | None = None, *, quiet: bool = True) -> Selection:
     """Choose the experts to keep in each MoE layer, and write them to the JSON file `out` if given.
 
@@ -42,6 +42,8 @@ def select(recipe: SelectRecipe, out: str | Path | None = None, *, quiet: bool =
     opened = open_checkpoint(recipe.checkpoint)
     model = detect_running(opened)
     source = describe(opened, model)
+    for line in prediction_notices(opened, "its experts are not scored, and `extract` leaves it out"):
+        notice(line, quiet=quiet)
     count = _count(recipe, source, model, opened.config)
     parts = [_load(file, source) for file in recipe.stats]
     if calibration is not None:
