@@ -84,7 +84,7 @@ def average(rule: Average, suite: Suite, tasks: Mapping[str, Mapping[str, Any]])
     Without all of its tasks, whole, it is not the paper's average, and `complete` is false. The standard error is that
     of independent tasks: root of the sum of squared errors, over their number; None where one is unknown.
     """
-    names = [task.task for task in suite.tasks if task.task not in rule.without]
+    names = [task.name for task in suite.tasks if task.name not in rule.without]
     over = [name for name in names if name in tasks and tasks[name]["score"] is not None]
     missing = [name for name in names if name not in over]
     partial = [name for name in over if tasks[name].get("missing_parts")]
@@ -157,7 +157,7 @@ def record_suite(document: dict[str, Any], suite: Suite, missing: Mapping[str, s
     document["suites"][suite.name] = {
         "about": suite.about,
         "version": suite.version,
-        "tasks": [task.task for task in suite.tasks],
+        "tasks": [task.name for task in suite.tasks],
     }
     kept = {name: reason for name, reason in document["missing"].items() if name not in tasks}
     document["missing"] = kept | {name: reason for name, reason in missing.items() if name not in tasks}

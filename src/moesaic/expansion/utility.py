@@ -26,6 +26,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
 from moesaic.data.packing import keeps_documents_apart
 from moesaic.expansion.build import Parts, expert_parts
+from moesaic.expansion.calibration import calibration_batches
 from moesaic.expansion.recipe import GRADIENT_UTILITIES, UtilityLayers
 from moesaic.expansion.resolve import ExpandPlan
 from moesaic.families.counting import beyond_depth
@@ -239,27 +240,6 @@ def expert_gradients(plan: ExpandPlan, *, quiet: bool = False) -> ExpertGradient
     model = load(plan.checkpoint.path)
     with progress(len(batches), "batches", label="gradients of the experts", quiet=quiet) as tick:
         return measure(model, batches, name=plan.checkpoint.name, layers=plan.recipe.utility_layers, tick=tick)
-
-
-def calibration_batches(plan: ExpandPlan, *, quiet: bool = False) -> list["PackedBatch"]:
-    """At most `utility_batches` batches of packed text, shuffled by the seed."""
-    from moesaic.data.dataset import PackedDataset
-    from moesaic.data.recipe import DataRecipe, SourceRecipe
-    from moesaic.data.tokenise import prepare
-    from moesaic.loading import load_tokenizer
-
-    recipe = plan.recipe
-    sources = tuple(SourceRecipe(path=path, domain="calibration") for path in recipe.calibration)
-    data = DataRecipe(sequence_length=recipe.sequence_length, sources=sources, epochs=1)
-    prepared = prepare(data, load_tokenizer(plan.checkpoint.path), quiet=quiet)
-    dataset = PackedDataset(prepared, seed=recipe.seed, sequences_per_step=recipe.batch_size)
-    there = dataset.num_steps
-    assert there is not None
-    batches = [dataset.batch(step) for step in range(min(there, recipe.utility_batches))]
-    batches = [batch for batch in batches if batch.num_targets]
-    if not batches:
-        raise MoesaicError(f"--calibration {recipe.calibration[0]}: has no token to predict; give more text")
-    return batches
 
 
 def measure(

@@ -122,11 +122,17 @@ def resolve_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path
                 *({"model": one.to_json(), "ids": _of_kept(ids, selection)} for one, ids in find_lineage(source)),
             ],
             **({"routing": cut_routing(routing, selection.kept)} if routing else {}),
-            "selection": {"method": selection.method, "details": dict(selection.details)},
+            "selection": {"method": selection.method, "details": _without_rows(selection.details)},
         },
         allow_nonfinite=recipe.allow_nonfinite,
     )
     return new, active
+
+
+def _without_rows(details: Mapping[str, Any]) -> dict[str, Any]:
+    """The details without the rows that the selection was made on, which are as many as the data has."""
+    data = details.get("data")
+    return {**details, "data": {key: value for key, value in data.items() if key != "rows"}} if data else dict(details)
 
 
 def _of_kept(values: Sequence[Sequence[int]], selection: Selection) -> list[list[int]]:
