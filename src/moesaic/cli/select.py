@@ -29,7 +29,11 @@ def of_selections(paths: list[str], given: Mapping[str, Any]) -> int | None:
         return 0
     if "config" not in given:
         _paths(paths, "CHECKPOINT OUT")
-        if by is not None and "keep" in given and ("data" not in given or "stats" in given or "stats_out" in given):
+        if (
+            by is not None
+            and {"keep", "keep_total"} & given.keys()
+            and ("data" not in given or "stats" in given or "stats_out" in given)
+        ):
             raise MoesaicError(f"--by {by}: takes one --data, and no --task, --stats or --stats-out")
     return None
 

@@ -122,7 +122,6 @@ COMMANDS: dict[str, Command] = {
         },
         missing={
             "arguments": "select: expected CHECKPOINT OUT, got {count} paths",
-            "keep": "--keep: is needed; give the number of experts to keep in each layer, or a share such as 25%",
         },
         before="moesaic.cli.select:of_selections",
         action="moesaic.cli.select:select_and_print",

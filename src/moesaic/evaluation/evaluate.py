@@ -288,7 +288,7 @@ def _run_all(
         document["tasks"][name] = entry
         save()
         if kept is not None:
-            kept.put(name, () if entry["not_finite"] and "text" not in entry else lines)
+            kept.put(name, lines if entry["score"] is not None or "text" in entry else ())
         score = "no score" if entry["score"] is None else f"{entry['score']:.4f}"
         notice(f"{name}: {entry['metric']} {score}, {entry['seconds']:.0f} s", quiet=quiet)
 
@@ -302,10 +302,9 @@ def measured_only(entry: Mapping[str, Any], not_finite: object | None) -> dict[s
     kept = finite_only(entry)
     if not_finite is not None and "text" not in kept:
         nothing = {"score": None, "standard_error": None}
-        kept |= nothing
+        kept |= nothing | {"rows": None}
         kept["metrics"] = {name: {"value": None, "standard_error": None} for name in kept["metrics"]}
         kept["parts"] = {name: part | nothing for name, part in kept["parts"].items()}
-        kept["rows"] = None
     if not_finite is None and kept["score"] is None:
         not_finite = "the loss is beyond what a number holds" if kept["samples"] else "there is no row to measure"
     return kept | {"not_finite": None if not_finite is None else str(not_finite)}

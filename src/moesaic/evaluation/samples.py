@@ -9,6 +9,7 @@ from typing import Any
 import xxhash
 
 from moesaic.checkpoint.pio import explained, write_file
+from moesaic.common.numbers import finite_only
 
 MARK = "moesaic-samples/1"
 """What the first line of a samples file has."""
@@ -68,6 +69,6 @@ class SamplesFile:
 
     def put(self, task: str, lines: Iterable[Mapping[str, Any]]) -> None:
         """Replace a task's lines, and write the file in one step."""
-        self._lines[task] = [json.dumps(line, ensure_ascii=False, default=str) for line in lines]
+        self._lines[task] = [json.dumps(finite_only(line), ensure_ascii=False, default=str) for line in lines]
         head = json.dumps({"format": MARK})
         write_file(self._path, "".join(f"{line}\n" for line in [head, *itertools.chain(*self._lines.values())]))

@@ -119,7 +119,16 @@ class ExpandPlan:
                 f"({self.recipe.utility or self.recipe.utility_from}); use other calibration text, or --utility uniform"
             )
         rng = random.Random(seeds.key(self.recipe.seed, "expand", layer, "allocation"))
-        return allocate(utilities, self.added, cap=self.recipe.cap, rule=self.recipe.allocation, rng=rng, groups=groups)
+        recipe = self.recipe
+        return allocate(
+            utilities,
+            self.added,
+            cap=recipe.cap,
+            rule=recipe.allocation,
+            rng=rng,
+            groups=groups,
+            temperature=recipe.temperature,
+        )
 
 
 def resolve(recipe: ExpandRecipe, opener: Callable[[str], Checkpoint] = open_checkpoint) -> ExpandPlan:
@@ -246,6 +255,10 @@ def _notices(plan: ExpandPlan) -> list[str]:
     if unused and plan.recipe.utility in ("uniform", "weight_norm", None):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
         notices.append(f"{flags}: without effect, no text is read; --calibration gives utilities from gradients")
+    if plan.recipe.temperature != defaults["temperature"] and plan.recipe.allocation != "sample":
+        notices.append(f"--temperature: without effect, allocation {plan.recipe.allocation} is not drawn by a softmax")
+    if plan.recipe.utility_layers != defaults["utility_layers"] and plan.recipe.utility in ("uniform", None):
+        notices.append("--utility-layers: without effect, no utility is computed here")
     evenly = "" if plan.recipe.utility in ("uniform", "weight_norm") else ", by even copies, as it has no gradients"
     notices += prediction_notices(plan.checkpoint, f"its experts grow as well{evenly}")
     if plan.conversion is not None:

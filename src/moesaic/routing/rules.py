@@ -55,11 +55,21 @@ class RoutingDecision:
     """Weights of the selected experts, from scores without any selection bias; the model's scaling factor included."""
     allowed_TE: Bool[Tensor, "tokens experts"] | None = None
     """Experts that the token's document may use; None where all are allowed."""
+    weighting: Weighting = "all"
+    """The router's, which says what its probabilities are."""
 
     @property
     def masked_logits_TE(self) -> Float[Tensor, "tokens experts"]:
         """Logits with -inf outside the pool: what probabilities and the z-loss are computed from."""
         return self.logits_TE if self.allowed_TE is None else mask_logits(self.logits_TE, self.allowed_TE)
+
+    def probabilities_TE(self, dtype: torch.dtype | None = None) -> Float[Tensor, "tokens experts"]:
+        """The router's probabilities over the allowed experts: softmax, or of sigmoid weights sigmoids over their sum.
+
+        Computed in `dtype`, by default that of the logits.
+        """
+        logits_TE = self.masked_logits_TE
+        return PROBABILITIES[self.weighting](logits_TE if dtype is None else logits_TE.to(dtype))
 
 
 def mask_logits(
@@ -180,6 +190,7 @@ def decide(
         expert_ids_TK=expert_ids_TK,
         weights_TK=weights_TK * rule.settings.routed_scaling_factor,
         allowed_TE=allowed_TE,
+        weighting=rule.settings.weighting,
     )
 
 

@@ -23,8 +23,10 @@ class SelectRecipe:
 
     checkpoint: str
     """The model: folder or hub id org/name[@revision], with its tokenizer."""
-    keep: str | int
-    """Experts to keep in each layer: a number, or a share such as 25%."""
+    keep: str | int | None = None
+    """Routed experts to keep in each layer: a number, or a share of them such as 25%; shared experts come on top."""
+    keep_total: str | int | None = None
+    """The same with shared experts counted: 25% of 127 routed and 1 shared are 32, of which 31 are routed."""
     data: tuple[str, ...] = ()
     """Calibration text: .txt, .md, .jsonl or .parquet, a file or a folder of files; repeatable, a domain each."""
     task: tuple[str, ...] = ()
@@ -62,7 +64,13 @@ class SelectRecipe:
     seed: int = 0
     """Seed of every random number."""
 
+    @property
+    def asked(self) -> str:
+        """The flag that says how many, and its value."""
+        return f"--keep {self.keep}" if self.keep_total is None else f"--keep-total {self.keep_total}"
+
     def __post_init__(self) -> None:
+        self._check_keep()
         read = [*self.data, *self.task]
         if not read and not self.stats and self.method != "random":
             raise MoesaicError(f"--method {self.method}: needs calibration text; give --data FILE, or --stats FILE")
@@ -88,6 +96,14 @@ class SelectRecipe:
         for flag, value in (("--max-tokens", self.max_tokens), ("--batch-size", self.batch_size)):
             if value < 1:
                 raise MoesaicError(f"{flag} {value}: must be at least 1")
+
+    def _check_keep(self) -> None:
+        if self.keep is None and self.keep_total is None:
+            raise MoesaicError(
+                "--keep: is needed; give the number of experts to keep in each layer, or a share such as 25%"
+            )
+        if self.keep is not None and self.keep_total is not None:
+            raise MoesaicError("--keep, --keep-total: give one of the two, shared experts counted or not")
 
 
 @dataclass(frozen=True, kw_only=True)

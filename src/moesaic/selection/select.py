@@ -18,7 +18,7 @@ from moesaic.common.progress import notice
 from moesaic.common.verbs import verb
 from moesaic.data.calibration import encode_texts
 from moesaic.families.counting import trained_context
-from moesaic.families.identity import SourceModel, describe, refuse_other_model
+from moesaic.families.identity import SourceModel, describe, refuse_other_model, shared_count
 from moesaic.families.moe import MoEModel, detect_running, prediction_notices
 from moesaic.routing.subset import FORMAT, Selection, check_counts, save_selection
 from moesaic.selection.recipe import SelectRecipe
@@ -56,7 +56,7 @@ def select(recipe: SelectRecipe, out: str | Path | None = None, *, quiet: bool =
     source = describe(opened, model)
     for line in prediction_notices(opened, "its experts are not scored, and `extract` leaves it out"):
         notice(line, quiet=quiet)
-    count = _count(recipe, source, opened.config)
+    count = _count(recipe, source, model, opened.config)
     parts = [_load(file, source) for file in recipe.stats]
     sets = calibration_sets(recipe, quiet=quiet)
     if sets:
@@ -68,7 +68,7 @@ def select(recipe: SelectRecipe, out: str | Path | None = None, *, quiet: bool =
     selection = _choose(recipe, source, merged, count, _details(recipe, sets, merged))
     for line in little_said(selection.details["domains"]):
         notice(line, quiet=quiet)
-    check_counts(source, opened.config, selection.kept, top_k=recipe.top_k, where=f"--keep {recipe.keep}")
+    check_counts(source, opened.config, selection.kept, top_k=recipe.top_k, where=recipe.asked)
     if unreached := sum(map(len, selection.details["unreached"])):
         total = source.num_experts * len(source.layers)
         notice(
@@ -92,17 +92,23 @@ def _check_targets(recipe: SelectRecipe, out: str | Path | None) -> None:
             check_file(target, replaces=kind)
 
 
-def _count(recipe: SelectRecipe, source: SourceModel, config: Mapping[str, Any]) -> int:
-    """The number of experts to keep in each layer; refuses what no choice of experts could make run."""
+def _count(recipe: SelectRecipe, source: SourceModel, model: MoEModel, config: Mapping[str, Any]) -> int:
+    """The number of routed experts to keep in each layer; refuses what no choice of experts could make run."""
     groups = source.num_groups
-    count = parse_keep(recipe.keep, source.num_experts, groups)
+    if recipe.keep_total is None:
+        count = parse_keep(str(recipe.keep), source.num_experts, groups)
+    else:
+        shared = shared_count(config, model)
+        count = parse_keep(recipe.keep_total, source.num_experts + shared, flag="--keep-total") - shared
+        if count < 1:
+            raise MoesaicError(f"{recipe.asked}: {shared} of these are shared experts; give at least {shared + 1}")
     if count % groups:
-        raise MoesaicError(f"--keep {recipe.keep}: must be a multiple of {groups}, the router's expert groups")
+        raise MoesaicError(f"{recipe.asked}: must be a multiple of {groups}, the router's expert groups")
     probe = [best_experts(np.zeros(source.num_experts), count, groups)] * len(source.layers)
     known = {
         key: value for key, value in config.items() if key != "expert_groups"
     }  # how many are left is not known yet
-    check_counts(source, known, probe, top_k=recipe.top_k, where=f"--keep {recipe.keep}")
+    check_counts(source, known, probe, top_k=recipe.top_k, where=recipe.asked)
     return count
 
 
@@ -123,7 +129,7 @@ def _choose(
         kept=kept,
         scores=tuple(map(tuple, scores_LE.tolist())),
         routing_mass_kept=routing_mass(statistics, kept) if statistics else None,
-        details={"keep": str(recipe.keep), "seed": recipe.seed, **details},
+        details={"keep": str(recipe.keep or keep), "seed": recipe.seed, **details},
     )
 
 
@@ -208,7 +214,7 @@ def _details(
 # --- from scores to kept experts ------------------------------------------------------------------------------------
 
 
-def parse_keep(text: str | int, num_experts: int, num_groups: int = 1) -> int:
+def parse_keep(text: str | int, num_experts: int, num_groups: int = 1, flag: str = "--keep") -> int:
     """Number of experts in "32" or "25%" (rounded up, to whole experts per group); refuses what is not in 1..E."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", str(text))
     if match:
@@ -218,9 +224,9 @@ def parse_keep(text: str | int, num_experts: int, num_groups: int = 1) -> int:
     elif re.fullmatch(r"\s*\d+\s*", str(text)):
         keep = int(text)
     else:
-        raise MoesaicError(f"--keep {text}: not a number of experts; write 32, or 25%")
+        raise MoesaicError(f"{flag} {text}: not a number of experts; write 32, or 25%")
     if not 1 <= keep <= num_experts:
-        raise MoesaicError(f"--keep {text}: must be from 1 to {num_experts}, the number of experts in each layer")
+        raise MoesaicError(f"{flag} {text}: must be from 1 to {num_experts}, the number of experts in each layer")
     return keep
 
 
