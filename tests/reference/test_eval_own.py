@@ -45,9 +45,9 @@ def _their_task(folder: Path, name: str, **config: Any) -> Path:
 
 
 def test_choices_by_letter_and_by_text(checkpoint: Path, tmp_path: Path):
-    rows = _rows()
+    rows: list[Any] = _rows()
     data = {"data_files": {"test": str(write_rows(tmp_path / "theirs.json", rows)), "train": str(tmp_path / "s.json")}}
-    shots = [row | {"labels": list("ABCD")} for row in choice_rows(4, seed=3)]
+    shots: list[Any] = [row | {"labels": list("ABCD")} for row in choice_rows(4, seed=3)]
     write_rows(tmp_path / "s.json", shots)
     same = {"dataset_path": "json", "dataset_kwargs": data, "output_type": "multiple_choice", "test_split": "test"}
     same |= {"fewshot_split": "train", "num_fewshot": 2, "doc_to_target": "answer"}
@@ -109,7 +109,6 @@ class _Canned:
 
         class Canned(LM):
             max_length, max_gen_toks = 4096, 256
-            loglikelihood = loglikelihood_rolling = None
 
             def generate_until(self, requests: Any, **_: Any) -> list[str]:
                 return [next(text for question, text in answers.items() if question in one.args[0]) for one in requests]

@@ -242,7 +242,7 @@ def _model(document: Mapping[str, Any]) -> str:
 
 def _without_score(tasks: Mapping[str, Any]) -> dict[str, str]:
     reason = "its numbers are not finite, so there is no score"
-    return {task: reason for task, entry in tasks.items() if entry["score"] is None}
+    return {task: entry.get("not_finite") or reason for task, entry in tasks.items() if not is_measured(entry["score"])}
 
 
 def _condition(settings: Mapping[str, Any], entry: Mapping[str, Any]) -> str:

@@ -152,28 +152,27 @@ def prepare(recipe: EvalRecipe, suite: Suite, subsets: Subsets | None) -> tuple[
 def _benchmark_job(
     recipe: EvalRecipe, suite: Suite, task: SuiteTask, subset: Subset | None, benchmark: Benchmark
 ) -> Job:
+    shots = task.shots or 0
     if benchmark.runs_programs:
         if not recipe.allow_code_execution:
             raise DataMissingError("it runs programs that the model writes; --allow-code-execution allows that")
         check_isolation()
-    refuse_too_many_shots(benchmark, task.shots or 0)
-    local, tasks = None, None
+    refuse_too_many_shots(benchmark, shots)
     folder = None if recipe.data_dir is None else Path(recipe.data_dir)
-    is_local = benchmark.definition is None and bool(folder is not None or benchmark.paths)
-    if is_local:
-        file = find_rows(task.name, benchmark, folder, benchmark.split, shots=task.shots or 0)
-        digests, where = (lambda: digests_of(file)), str(file)
+    if benchmark.definition is None and (folder is not None or benchmark.paths):
+        file = find_rows(task.name, benchmark, folder, benchmark.split, shots=shots)
+        seen = None if subset is None else _seen(subset, digests_of(file), str(file), f"rows of {task.name}")
+        held_out = _held_out(recipe, suite, subset, seen, str(file))
+        local = read_local(task.name, benchmark, folder, shots=shots, held_out=held_out)
+        tasks = harness.build(task.name, benchmark, shots=shots, seed=recipe.seed, local=local)
     else:
-        tasks = harness.build(task.name, benchmark, shots=task.shots or 0, seed=recipe.seed, local=None)
-        digests, where = (lambda: harness.digests_of(tasks)), f"the rows of {task.name}"
-    seen = None if subset is None else _seen(subset, digests(), where, f"rows of {task.name}")
-    held_out = _held_out(recipe, suite, subset, seen, where)
-    if is_local:
-        local = read_local(task.name, benchmark, folder, shots=task.shots or 0, held_out=held_out)
-        tasks = harness.build(task.name, benchmark, shots=task.shots or 0, seed=recipe.seed, local=local)
-    elif subset is not None and subset.drawn() is not None and not seen:
-        raise DataMissingError("its selection was made on a share of local rows; --data-dir with these says which")
-    assert tasks is not None
+        local = None
+        tasks = harness.build(task.name, benchmark, shots=shots, seed=recipe.seed, local=None)
+        where = f"the data of {task.name}"
+        seen = None if subset is None else _seen(subset, harness.digests_of(tasks), where, f"rows of {task.name}")
+        if subset is not None and subset.drawn() is not None and not seen:
+            raise DataMissingError("its selection was made on a share of local rows; --data-dir with these says which")
+        held_out = _held_out(recipe, suite, subset, seen, where)
     rows = None if local or held_out is None else harness.rows_left(tasks, held_out, recipe.limit)
     if rows is not None and not any(rows.values()):
         raise DataMissingError("no row is left beside those that selections are made on")

@@ -176,9 +176,10 @@ def _adapted(record: Record, benchmark: Benchmark) -> list[Row]:
     elif missing:
         raise _not_a_row(record, benchmark, missing[0])
     typed = [convert_fields(benchmark.fields, row, name=record.where) for row in rows]
-    for row in typed if benchmark.check else ():
+    if benchmark.check is not None:
         with _at(record):
-            benchmark.check(row)
+            for row in typed:
+                benchmark.check(row)
     return typed
 
 

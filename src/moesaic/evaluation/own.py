@@ -171,9 +171,11 @@ def _of_lm_eval(path: Path, values: Mapping[str, Any]) -> Found:
     name = values.get("task")
     if not isinstance(name, str) or "class" in values:
         raise MoesaicError(f"{path}: a group or Python class of lm-eval's; give the file of one task")
-    benchmark = Benchmark(
-        title=name, metric="", fields={}, definition=path, runs_programs=bool(values.get("unsafe_code"))
-    )
+    if values.get("unsafe_code"):
+        raise MoesaicError(
+            f"{path}: runs programs that the model writes, and lm-eval does not isolate them; not by path"
+        )
+    benchmark = Benchmark(title=name, metric="", fields={}, definition=path)
     return Found(name=name, shots=int(values.get("num_fewshot") or 0), task=benchmark)
 
 

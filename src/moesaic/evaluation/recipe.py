@@ -81,7 +81,7 @@ class SuiteTask:
             raise MoesaicError(f"task: {self.task!r} is unknown; {suggest(self.task, TASKS)}")
         if self.shots is None:
             object.__setattr__(self, "shots", find_task(self.task).shots or 0)
-        if self.shots < 0:
+        elif self.shots < 0:
             raise MoesaicError(f"shots: must be 0 or more, got {self.shots}")
         if self.is_text and self.metric not in (None, TEXT_METRIC):
             raise MoesaicError(f"metric: the score of {PERPLEXITY} is {TEXT_METRIC}, got {self.metric!r}; leave it out")

@@ -91,9 +91,9 @@ class AllFound:
     spans: tuple[Texts, ...]
 
 
-CHOICE: Types = {"question": str, "choices": Texts, "answer": int, "context": str | None}
-TWO_CHOICES: Types = CHOICE | {"choices": tuple[str, str]}
-THREE_CHOICES: Types = CHOICE | {"choices": tuple[str, str, str], "context": str}
+CHOICE: dict[str, Any] = {"question": str, "choices": Texts, "answer": int, "context": str | None}
+TWO_CHOICES: dict[str, Any] = CHOICE | {"choices": tuple[str, str]}
+THREE_CHOICES: dict[str, Any] = CHOICE | {"choices": tuple[str, str, str], "context": str}
 PARAGRAPH: Types = {"qas": tuple[Asked, ...], "context": str, "title": str | None}
 
 FIRST_OR_SECOND = Literal[0, 1]

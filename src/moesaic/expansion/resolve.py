@@ -255,12 +255,12 @@ def _notices(plan: ExpandPlan) -> list[str]:
     if unused and plan.recipe.utility in ("uniform", "weight_norm", None):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
         notices.append(f"{flags}: without effect, no text is read; --calibration gives utilities from gradients")
-    evenly = "" if plan.recipe.utility in ("uniform", "weight_norm") else ", by even copies, as it has no gradients"
-    notices += prediction_notices(plan.checkpoint, f"its experts grow as well{evenly}")
     if plan.recipe.temperature != defaults["temperature"] and plan.recipe.allocation != "sample":
         notices.append(f"--temperature: without effect, allocation {plan.recipe.allocation} is not drawn by a softmax")
     if plan.recipe.utility_layers != defaults["utility_layers"] and plan.recipe.utility in ("uniform", None):
         notices.append("--utility-layers: without effect, no utility is computed here")
+    evenly = "" if plan.recipe.utility in ("uniform", "weight_norm") else ", by even copies, as it has no gradients"
+    notices += prediction_notices(plan.checkpoint, f"its experts grow as well{evenly}")
     if plan.conversion is not None:
         notices.append(
             f"{plan.checkpoint.config['model_type']} cannot say one_per_copy_group: the result is "

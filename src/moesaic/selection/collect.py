@@ -5,7 +5,7 @@ Letters: T tokens, D hidden, E experts, K active, A token-expert pairs.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -147,5 +147,7 @@ def drift(
 
 def _statistics(sums: Sequence[LayerSums], source: SourceModel, domain: str) -> ExpertStatistics:
     names = ("counts_LE", *SUMS)
-    arrays = {name: torch.stack([getattr(one, name.replace("_LE", "_E")) for one in sums]).numpy() for name in names}
+    arrays: Any = {
+        name: torch.stack([getattr(one, name.replace("_LE", "_E")) for one in sums]).numpy() for name in names
+    }
     return ExpertStatistics(source=source, domain=domain, tokens=sums[0].tokens, **arrays)

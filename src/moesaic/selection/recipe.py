@@ -70,13 +70,8 @@ class SelectRecipe:
         return f"--keep {self.keep}" if self.keep_total is None else f"--keep-total {self.keep_total}"
 
     def __post_init__(self) -> None:
+        self._check_keep()
         read = [*self.data, *self.task]
-        if self.keep is None and self.keep_total is None:
-            raise MoesaicError(
-                "--keep: is needed; give the number of experts to keep in each layer, or a share such as 25%"
-            )
-        if self.keep is not None and self.keep_total is not None:
-            raise MoesaicError("--keep, --keep-total: give one of the two, shared experts counted or not")
         if not read and not self.stats and self.method != "random":
             raise MoesaicError(f"--method {self.method}: needs calibration text; give --data FILE, or --stats FILE")
         if self.stats_out is not None and not read:
@@ -101,6 +96,14 @@ class SelectRecipe:
         for flag, value in (("--max-tokens", self.max_tokens), ("--batch-size", self.batch_size)):
             if value < 1:
                 raise MoesaicError(f"{flag} {value}: must be at least 1")
+
+    def _check_keep(self) -> None:
+        if self.keep is None and self.keep_total is None:
+            raise MoesaicError(
+                "--keep: is needed; give the number of experts to keep in each layer, or a share such as 25%"
+            )
+        if self.keep is not None and self.keep_total is not None:
+            raise MoesaicError("--keep, --keep-total: give one of the two, shared experts counted or not")
 
 
 @dataclass(frozen=True, kw_only=True)

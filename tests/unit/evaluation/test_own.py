@@ -1,7 +1,9 @@
+import json
 from pathlib import Path
 
 import pytest
 
+from moesaic.cli import app as cli
 from moesaic.common.errors import MoesaicError
 from moesaic.evaluation.answers import gold_index, last_number, matches
 from moesaic.evaluation.benchmarks import BENCHMARKS, Benchmark
@@ -140,6 +142,7 @@ def test_rows_that_do_not_fit_are_refused_by_row_and_field(tmp_path: Path, text:
         ("kind: choice\ndata: rows.jsonl\nshots: 2\n", r"mine.yaml: .*demonstrations.* is needed with shots"),
         ("kind: generation\ndata: rows.jsonl\nextract: '('\n", r"mine.yaml: extract: is no regular expression"),
         ("- a\n", r"mine.yaml: not a task"),
+        ("task: t\noutput_type: generate_until\nunsafe_code: true\n", r"mine.yaml: runs programs that the model"),
         ("group: g\ntask: [a]\ninclude: x\n", r"mine.yaml: a group or Python class of lm-eval's"),
     ],
 )
@@ -170,3 +173,11 @@ def test_the_list_has_every_task_with_its_files_and_fields():
     assert rows["piqa"]["fields"][0] == "goal: text, sol1: text, sol2: text, label: 0 or 1"
     assert rows["mmlu_math"]["fields"] == ["question: text, choices: list of text, answer: whole number, subject: text"]
     assert {row["name"] for row in suite_rows()} >= {"emo-mc9", "divmoe15"}
+
+
+def test_the_list_needs_no_checkpoint(capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["eval", "--list"]) == 0
+    said = capsys.readouterr().out
+    assert "gsm8k.test.jsonl, gsm8k.train.jsonl: question: text, answer: text" in said
+    assert cli.run(["eval", "--list", "--json"]) == 0
+    assert {"suites", "tasks"} == set(json.loads(capsys.readouterr().out))
