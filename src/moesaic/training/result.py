@@ -22,6 +22,7 @@ from moesaic.families.family import our_base
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
+from moesaic.routing.install import OWN_BIAS
 from moesaic.training.folder import remove
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.start import DTYPES, Trainable
@@ -82,7 +83,7 @@ def write_result(run: "Session", tensors: Mapping[str, Tensor]) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     with explained(aside):
         aside.mkdir()
-    on_disk = revert_weight_conversion(trainable.model, dict(tensors))
+    on_disk = revert_weight_conversion(trainable.model, dict(tensors) | own_biases(trainable))
     digest = write_weights(on_disk, aside)
     _write_config(trainable, aside)
     sources = _write_side_files(run, aside)
@@ -108,9 +109,23 @@ def write_result(run: "Session", tensors: Mapping[str, Tensor]) -> None:
 def routing_record(trainable: Trainable) -> dict[str, Any] | None:
     """What `load` reinstalls; nothing where the routers are as the checkpoint makes them."""
     installation = trainable.installation
-    if installation is None or (installation.config.rule is None and installation.selection_bias is None):
+    if installation is None:
         return None
-    return installation.to_record()
+    record = installation.to_record() | ({"selection_bias": None} if own_biases(trainable) else {})
+    return None if installation.config.rule is None and record["selection_bias"] is None else record
+
+
+def own_biases(trainable: Trainable) -> dict[str, Tensor]:
+    """The selection biases as tensors of the model, by name: in our architecture, where a run has them.
+
+    So every engine that runs the model's own code has them, and nothing that copies weights can lose them.
+    """
+    installation = trainable.installation
+    if installation is None or installation.selection_bias is None or our_base(trainable.config.model_type) is None:
+        return {}
+    rows = dict(zip(map(id, installation.routers), installation.selection_bias.cpu(), strict=True))
+    modules = trainable.model.named_modules()
+    return {f"{name}.{OWN_BIAS}": rows[id(module)] for name, module in modules if id(module) in rows}
 
 
 def _experts(recipe: TrainRecipe, expansions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -159,7 +174,7 @@ def _write_config(trainable: Trainable, folder: Path) -> None:
     config.architectures = [type(trainable.model).__name__.removeprefix("FSDP")]
     ours = our_base(config.model_type) is not None
     if ours:
-        for key, value in _inference_rule(trainable).items():
+        for key, value in (_inference_rule(trainable) | {"selection_bias": bool(own_biases(trainable))}).items():
             setattr(config, key, value)
     with explained(folder):
         config.save_pretrained(folder)
