@@ -396,6 +396,8 @@ def cpu_experts_forward(experts: Any, hidden_TD: Tensor, ids_TK: Tensor, weights
 class MoesaicRouter(nn.Module):
     """Score all experts for each token and choose; ``position`` counts the MoE layers of the model from 0."""
 
+    e_score_correction_bias: Tensor | None
+
     def __init__(self, config: Any, position: int):
         super().__init__()
         self.top_k = config.num_experts_per_tok

@@ -91,8 +91,6 @@ def build_trainable(
     if our_base(config.model_type) is not None:
         config.selection_bias = False  # while it trains, the bias is the installation's
     model.config.use_cache = False
-    if hasattr(model.config, "output_router_logits"):
-        model.config.output_router_logits = False  # the loss of a recipe is what the recipe says
     with makes_a_model(start.family) if isinstance(start, ScratchModel) else nullcontext():
         _refuse_leaking_documents(model)
     installation = _install(model, recipe)
