@@ -231,11 +231,12 @@ def own_bias(router: nn.Module) -> Tensor | None:
 
 
 def take_own_biases(model: nn.Module) -> Tensor | None:
-    """Take the routers' own biases off, so that training can move them: (layers, experts), or None.
+    """Take the biases off the routers of our architecture, so that training can move them: (layers, experts) or None.
 
-    The model's config says from then on that there are none; a result of training has them again.
+    The caller's config has to say that there are none; a result of training has them again. Other families' stay.
     """
-    routers = [router for router in model.modules() if own_bias(router) is not None]
+    ours = (one for one in model.modules() if any(base.__name__ == _OUR_ROUTER for base in type(one).__mro__))
+    routers = [router for router in ours if own_bias(router) is not None]
     if not routers:
         return None
     biases = torch.stack([router._buffers[OWN_BIAS].clone() for router in routers])  # pyright: ignore

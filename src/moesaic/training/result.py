@@ -99,7 +99,7 @@ def write_result(run: "Session", tensors: Mapping[str, Tensor]) -> None:
         extra={
             "steps": run.step,
             "tokens": run.tokens,
-            "routing": routing_record(trainable),
+            "routing": _record_beside(own_biases(trainable), trainable),
             **_experts(recipe, run.expansions),
         },
     )
@@ -107,12 +107,19 @@ def write_result(run: "Session", tensors: Mapping[str, Tensor]) -> None:
 
 
 def routing_record(trainable: Trainable) -> dict[str, Any] | None:
-    """What `load` reinstalls; nothing where the routers are as the checkpoint makes them."""
+    """What `load` reinstalls on a state of the run; nothing where the routers are as that makes them."""
     installation = trainable.installation
-    if installation is None:
+    if installation is None or (installation.config.rule is None and installation.selection_bias is None):
         return None
-    record = installation.to_record() | ({"selection_bias": None} if own_biases(trainable) else {})
-    return None if installation.config.rule is None and record["selection_bias"] is None else record
+    return installation.to_record()
+
+
+def _record_beside(biases: Mapping[str, Tensor], trainable: Trainable) -> dict[str, Any] | None:
+    """The same of the finished checkpoint, whose own tensors may have the bias."""
+    record = routing_record(trainable)
+    if record is None or not biases:
+        return record
+    return None if record["rule"]["rule"] is None else record | {"selection_bias": None}
 
 
 def own_biases(trainable: Trainable) -> dict[str, Tensor]:
