@@ -23,6 +23,7 @@ from moesaic.families.moe import PREDICTION_KEY
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
+from moesaic.routing.install import OWN_BIAS
 from moesaic.training.folder import remove
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.start import DTYPES, Trainable
@@ -83,7 +84,7 @@ def write_result(run: "Session", tensors: Mapping[str, Tensor]) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     with explained(aside):
         aside.mkdir()
-    on_disk = revert_weight_conversion(trainable.model, dict(tensors))
+    on_disk = revert_weight_conversion(trainable.model, dict(tensors) | own_biases(trainable))
     digest = write_weights(on_disk, aside)
     _write_config(trainable, aside)
     sources = _write_side_files(run, aside)
@@ -99,7 +100,7 @@ def write_result(run: "Session", tensors: Mapping[str, Tensor]) -> None:
         extra={
             "steps": run.step,
             "tokens": run.tokens,
-            "routing": routing_record(trainable),
+            "routing": _record_beside(own_biases(trainable), trainable),
             **_experts(recipe, run.expansions),
         },
     )
@@ -107,11 +108,32 @@ def write_result(run: "Session", tensors: Mapping[str, Tensor]) -> None:
 
 
 def routing_record(trainable: Trainable) -> dict[str, Any] | None:
-    """What `load` reinstalls; nothing where the routers are as the checkpoint makes them."""
+    """What `load` reinstalls on a state of the run; nothing where the routers are as that makes them."""
     installation = trainable.installation
     if installation is None or (installation.config.rule is None and installation.selection_bias is None):
         return None
     return installation.to_record()
+
+
+def _record_beside(biases: Mapping[str, Tensor], trainable: Trainable) -> dict[str, Any] | None:
+    """The same of the finished checkpoint, whose own tensors may have the bias."""
+    record = routing_record(trainable)
+    if record is None or not biases:
+        return record
+    return None if record["rule"]["rule"] is None else record | {"selection_bias": None}
+
+
+def own_biases(trainable: Trainable) -> dict[str, Tensor]:
+    """The selection biases as tensors of the model, by name: in our architecture, where a run has them.
+
+    So every engine that runs the model's own code has them, and nothing that copies weights can lose them.
+    """
+    installation = trainable.installation
+    if installation is None or installation.selection_bias is None or our_base(trainable.config.model_type) is None:
+        return {}
+    rows = dict(zip(map(id, installation.routers), installation.selection_bias.cpu(), strict=True))
+    modules = trainable.model.named_modules()
+    return {f"{name}.{OWN_BIAS}": rows[id(module)] for name, module in modules if id(module) in rows}
 
 
 def _experts(recipe: TrainRecipe, expansions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -162,7 +184,7 @@ def _write_config(trainable: Trainable, folder: Path) -> None:
         setattr(config, PREDICTION_KEY, 0)  # transformers does not load such layers, so the result has none
     ours = our_base(config.model_type) is not None
     if ours:
-        for key, value in _inference_rule(trainable).items():
+        for key, value in (_inference_rule(trainable) | {"selection_bias": bool(own_biases(trainable))}).items():
             setattr(config, key, value)
     with explained(folder):
         config.save_pretrained(folder)

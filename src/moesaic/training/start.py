@@ -24,10 +24,11 @@ from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError, suggest
 from moesaic.common.progress import no_library_bars, notice
 from moesaic.data.packing import keeps_documents_apart
+from moesaic.families.family import our_base
 from moesaic.loading import load, load_config, load_tokenizer
 from moesaic.routing.capture import find_blocks
 from moesaic.routing.gradient import RouterChoices, gradient_warning
-from moesaic.routing.install import Installation, find_installation, install
+from moesaic.routing.install import Installation, find_installation, install, take_own_biases
 from moesaic.routing.restrict import INSTALLED
 from moesaic.routing.rules import OnePerGroup
 from moesaic.training.optimizer import MasterWeights, build_optimizer, describe_trainable, freeze
@@ -87,6 +88,8 @@ def build_trainable(
     else:
         config = make_config(start) if isinstance(start, ScratchModel) else start
         model = _from_scratch(recipe, config, out, world)
+    if our_base(config.model_type) is not None:
+        config.selection_bias = False  # while it trains, the bias is the installation's
     model.config.use_cache = False
     with makes_a_model(start.family) if isinstance(start, ScratchModel) else nullcontext():
         _refuse_leaking_documents(model)
@@ -152,6 +155,9 @@ def _install(model: PreTrainedModel, recipe: TrainRecipe) -> Installation | None
     if rule.rule is None and earlier is not None and earlier.config.rule not in (None, "document_pool"):
         rule = earlier.config  # what the model was trained to do at inference holds on
     bias: Tensor | bool | None = earlier.selection_bias if earlier is not None else None
+    if (own := take_own_biases(model)) is not None:
+        model.config.selection_bias = False  # pyright: ignore[reportAttributeAccessIssue]
+        bias = own if bias is None else bias
     losses = recipe.losses
     if losses.bias_balancing is not None and bias is None:
         bias = True

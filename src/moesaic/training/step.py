@@ -131,7 +131,9 @@ def seed_dropout(trainable: Trainable, step: int) -> None:
 
 def batch_losses(model: PreTrainedModel, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Run the model on a batch; return -log p, log-partition (see `token_losses`) and label of each token."""
-    output = model(input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False)
+    # What a config asks for on top, the recipe's losses have no use for.
+    flags = {"output_router_logits": False} if getattr(model.config, "output_router_logits", False) else {}
+    output = model(input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False, **flags)
     # The labels move and not the logits: a slice of those would be a copy of the largest tensor of a step.
     labels_BS = torch.full_like(batch.labels_BS, IGNORED)
     labels_BS[:, :-1] = batch.labels_BS[:, 1:]

@@ -144,7 +144,7 @@ def _measure_layers(
 ) -> list[LayerMeasure]:
     groups = None if origin.spec is None or origin.spec.groups is None else torch.tensor(origin.spec.groups)
     identity, factor = _identity(origin, specialists)
-    blocks = decoder_layers(model)
+    blocks: Any = decoder_layers(model)
     views = (view_layer(blocks[layer].mlp, layer, dense) for layer in origin.moe_layers)
     return [
         measure_layer(
