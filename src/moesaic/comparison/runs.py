@@ -12,13 +12,12 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from moesaic.checkpoint.pio import explained
+from moesaic.checkpoint.metrics import METRICS_FILE, Expansion, HeldOut, Validation, read_metrics
 from moesaic.checkpoint.record import PROVENANCE_FILE, read_provenance
 from moesaic.checkpoint.results import read_results
 from moesaic.common.errors import MoesaicError
 from moesaic.common.intervals import LEVEL, Interval, mean_interval
 
-METRICS_FILE = "metrics.jsonl"
 RESULTS_FILE = "results.json"
 
 _MEAN = "loss:"
@@ -70,7 +69,7 @@ class Run:
     """Routed experts per layer that are used, where that is one number."""
     experts: int | None = None
     """Routed experts per layer of the full model."""
-    expansions: Sequence[Mapping[str, Any]] = ()
+    expansions: Sequence[Expansion] = ()
     tokens: int | None = None
     """Training tokens."""
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -194,28 +193,25 @@ def _from_results(path: Path, name: str) -> Run:
     document = read_results(path)
     columns: dict[str, Column] = {}
     scores: dict[str, Score] = {}
-    try:
-        for task, entry in document["tasks"].items():
-            condition = _condition(document["settings"], entry)
-            for column, score in _scores(task, entry, condition):
-                columns[column.key], scores[column.key] = column, score
-        checkpoint = document["checkpoint"]
-        kept, experts = _kept(document)
-        return Run(
-            name=name,
-            path=path,
-            columns=columns,
-            scores=scores,
-            averages=document["averages"],
-            hashes=frozenset({checkpoint["weights_hash"], checkpoint["sample_hash"]}),
-            made_from=tuple(checkpoint["made_from"]),
-            verb=checkpoint["verb"],
-            kept=kept,
-            experts=experts,
-            missing=document["missing"],
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise MoesaicError(f"{path}: damaged results file ({error!r}); evaluate again") from error
+    for task, entry in document["tasks"].items():
+        condition = _condition(document["settings"], entry)
+        for column, score in _scores(task, entry, condition):
+            columns[column.key], scores[column.key] = column, score
+    checkpoint = document["checkpoint"]
+    kept, experts = _kept(document)
+    return Run(
+        name=name,
+        path=path,
+        columns=columns,
+        scores=scores,
+        averages=document["averages"],
+        hashes=frozenset({checkpoint["weights_hash"], checkpoint["sample_hash"]}),
+        made_from=tuple(checkpoint["made_from"]),
+        verb=checkpoint["verb"],
+        kept=kept,
+        experts=experts,
+        missing=document["missing"],
+    )
 
 
 def _condition(settings: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
@@ -264,18 +260,10 @@ def _kept(document: Mapping[str, Any]) -> tuple[int | None, int | None]:
 def _from_metrics(folder: Path, name: str) -> Run:
     columns: dict[str, Column] = {}
     scores: dict[str, Score] = {}
-    expansions, tokens = [], 0
-    for number, line in _lines(folder / METRICS_FILE):
-        try:
-            tokens = max(tokens, line["tokens"])
-            if line["kind"] == "expansion":
-                expansions.append(line)
-            if line["kind"] == "validation":
-                columns, scores = _losses(line["validation"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise MoesaicError(
-                f"{folder / METRICS_FILE}:{number}: not a line of `moesaic train` ({error!r})"
-            ) from error
+    lines = list(read_metrics(folder / METRICS_FILE))
+    for line in lines:
+        if isinstance(line, Validation):
+            columns, scores = _losses(line.validation)
     record = (read_provenance(folder) or {}) if (folder / PROVENANCE_FILE).exists() else {}
     return Run(
         name=name,
@@ -285,19 +273,19 @@ def _from_metrics(folder: Path, name: str) -> Run:
         hashes=frozenset(filter(None, [record.get("weights_hash")])),
         made_from=tuple(one["weights_hash"] for one in record.get("sources") or [] if one.get("weights_hash")),
         verb=record.get("verb"),
-        expansions=expansions,
-        tokens=tokens,
+        expansions=tuple(line for line in lines if isinstance(line, Expansion)),
+        tokens=max((line.tokens for line in lines), default=0),
     )
 
 
-def _losses(validation: Mapping[str, Any]) -> tuple[dict[str, Column], dict[str, Score]]:
+def _losses(validation: Mapping[str, HeldOut]) -> tuple[dict[str, Column], dict[str, Score]]:
     """Held-out loss by domain, and its mean over the domains."""
     scores = {
         f"loss:{domain}": Score(
-            value=found["loss"],
-            error=found["standard_error"],
-            samples=found["documents"],
-            condition=f"{found['documents']} documents, {found['tokens']} tokens of {domain}",
+            value=found.loss,
+            error=found.standard_error,
+            samples=found.documents,
+            condition=f"{found.documents} documents, {found.tokens} tokens of {domain}",
         )
         for domain, found in validation.items()
     }
@@ -316,18 +304,6 @@ def _losses(validation: Mapping[str, Any]) -> tuple[dict[str, Column], dict[str,
         key: Column(key=key, title=title, percent=False, higher_is_better=False) for key, title in titles.items()
     }
     return columns, scores
-
-
-def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The lines with their numbers, but for a last one that a killed run left unfinished."""
-    with explained(file):
-        content = file.read_bytes()
-    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise MoesaicError(f"{file}:{number}: not JSON ({error}); it isn't what `moesaic train` wrote") from error
-        yield number, value
 
 
 def _joined(results: Run, trained: Run) -> Run:

@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from moesaic.checkpoint.headers import load_json
 from moesaic.checkpoint.pio import explained, sync_path
-from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import Count, load_document
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.training.folder import RUN_FILE, UNFINISHED, list_states
 from moesaic.training.optimizer import MOMENTS, kept_in_fp32
@@ -43,11 +43,11 @@ _FILE_BYTES = 64 << 20
 class RunState:
     """What run.json holds: where a run stands after `step` steps."""
 
-    step: int
+    step: Count
     """Optimizer steps done."""
-    metrics_bytes: int
+    metrics_bytes: Count
     """Length of metrics.jsonl at that moment."""
-    validation: dict[str, dict[str, Any]] | None
+    validation: dict[str, DomainLoss] | None
     """Losses of the held-out sets by domain, if they were measured after this very step."""
     recipe: dict[str, Any]
     """The resolved recipe as plain values."""
@@ -57,7 +57,7 @@ class RunState:
     """The same of the held-out sources, set by set; `None` in states of earlier versions."""
     expansions: list[dict[str, Any]] = field(default_factory=list)
     """What was recorded of each expansion that the model has gone through."""
-    reset_step: int = 0
+    reset_step: Count = 0
     """Steps done when the moments of AdamW were last put to zero."""
 
     @property
@@ -67,25 +67,16 @@ class RunState:
         return f"step-{self.step:08d}{'-expanded' if expanded else ''}"
 
     @property
-    def measured(self) -> dict[str, DomainLoss] | None:
-        """`validation` as it was measured."""
-        if self.validation is None:
-            return None
-        return {domain: DomainLoss(**values) for domain, values in self.validation.items()}
-
-    @property
     def mean_loss(self) -> float | None:
         """Mean over the held-out sets."""
-        losses = [values["loss"] for values in (self.validation or {}).values()]
+        losses = [measured.loss for measured in (self.validation or {}).values()]
         return sum(losses) / len(losses) if losses else None
 
 
 def read_run(state: Path) -> RunState:
     """What run.json of a state says."""
-    try:
-        return RunState(**load_json(state / RUN_FILE))
-    except TypeError as error:
-        raise MoesaicError(f"{state / RUN_FILE}: written by another version of moesaic: {error}") from error
+    file = state / RUN_FILE
+    return load_document(RunState, load_json(file), str(file), way_out=f"remove {state} to go on from the state before")
 
 
 def save_state(folder: Path, run: RunState, trainable: Trainable) -> None:
