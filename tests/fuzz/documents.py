@@ -23,6 +23,7 @@ from tests.tiny_training import save_tokenizer, tiny_recipe, write_documents
 
 SECONDS = 30
 """More than any command here takes on a slow machine, by far; what takes longer hangs."""
+_UPCYCLE = "upcycle dense OUT --method sparse --experts 4 --dry-run"
 _GENERATE = "generate {} hello --max-new-tokens 2 --device cpu"
 
 

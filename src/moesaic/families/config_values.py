@@ -192,16 +192,16 @@ def check_fits(config: Mapping[str, Any], tensors: Mapping[str, Any], name: str)
 
 def _check_heads(config: Mapping[str, Any], name: str) -> None:
     """Heads divide what is dealt to them, where no key says their size and they are not latent (DeepSeek)."""
-    hidden, heads, groups = (config.get(key) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    if not heads or "kv_lora_rank" in config:
+    keys = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    hidden, heads, groups = (value if _SIZE.accepts(value := config.get(key)) else None for key in keys)
+    if heads is None or "kv_lora_rank" in config:
         return
-    for key, whole, parts in (
-        ("hidden_size", None if config.get("head_dim") else hidden, heads),
-        ("num_attention_heads", heads, groups),
-    ):
-        if whole and parts and whole % parts:
-            by = "num_attention_heads" if key == "hidden_size" else "num_key_value_heads"
-            raise MoesaicError(f"{name}: {key} is {whole}, which {by} {parts} does not divide")
+    if hidden and not config.get("head_dim") and hidden % heads:
+        raise MoesaicError(f"{name}: hidden_size is {hidden}, which num_attention_heads {heads} does not divide")
+    if groups and heads % groups:
+        raise MoesaicError(
+            f"{name}: num_attention_heads is {heads}, which num_key_value_heads {groups} does not divide"
+        )
 
 
 def require(config: Mapping[str, Any], keys: Iterable[str], name: str) -> None:
