@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -12,6 +13,7 @@ from moesaic.checkpoint.record import read_provenance, side_files
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import warn
+from moesaic.common.recipe import load_document
 from moesaic.families.config_values import check_fits, refuse_giant
 from moesaic.families.moe_table import way_out
 from moesaic.routing.install import reinstall
@@ -87,6 +89,16 @@ def load(
     return model.eval()
 
 
+@dataclass(frozen=True, kw_only=True)
+class _TokenizerConfig:
+    """What transformers takes from tokenizer_config.json as it is, and only fails on when there is text."""
+
+    model_max_length: float | None = None
+    padding_side: Literal["left", "right"] = "right"
+    truncation_side: Literal["left", "right"] = "right"
+    clean_up_tokenization_spaces: bool | None = None
+
+
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a checkpoint; a `MoesaicError` says when there is none."""
     from transformers import AutoTokenizer
@@ -96,6 +108,8 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
         raise MoesaicError(f"{path}: model_type {model_type!r} in config.json is unknown to transformers{hint}")
     if not side_files(checkpoint, VOCABULARY_FILES):  # transformers would make an empty one for some families
         raise MoesaicError(f"{path}: has no usable tokenizer (no vocabulary file); copy the base's tokenizer files")
+    if (file := checkpoint.path / "tokenizer_config.json").exists():
+        load_document(_TokenizerConfig, load_json(file), str(file), others=True, way_out="copy the base's")
     try:
         return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the tokenizers package raises bare ones

@@ -37,7 +37,7 @@ HASH_CHUNK = 1 << 22
 READ_CHUNK = 1 << 16
 MOST_BYTES = 1 << 26
 """Of one document: ten times the longest book. What is longer lacks its line ends, or is no text."""
-PACKED_BYTES = 1 << 9
+PACKED_BYTES = 1 << 8
 """Of a compressed file, unpacked at once: zstd makes at most 128 KiB of four bytes."""
 PARQUET_ROWS = 256
 """At once, because a row may hold a whole book."""
