@@ -50,7 +50,7 @@ _LAUGHS = "a0: &a0 [1]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}']
 def test_yaml_that_cannot_be_used_is_one_line(text, message):
     with pytest.raises(MoesaicError, match=message) as caught:
         parse_yaml(text, "x.yaml")
-    assert str(caught.value).startswith("x.yaml: ")
+    assert str(caught.value).startswith("x.yaml")
     assert "\n" not in str(caught.value)
 
 
