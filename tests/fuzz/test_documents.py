@@ -11,7 +11,7 @@ from moesaic.cli import app as cli
 from tests.fuzz.documents import DOCUMENTS, Document, make_workspace, outcome, quiet_cache
 from tests.fuzz.edits import WEIRD, edits
 
-EXAMPLES = 8
+EXAMPLES = 4
 
 
 @pytest.fixture(scope="module")

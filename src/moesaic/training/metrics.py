@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moesaic.checkpoint.metrics import METRICS_FILE
 from moesaic.checkpoint.pio import explained
 from moesaic.common.progress import BAR_SECONDS, LINE_SECONDS, bar, duration, notice, on_terminal
 from moesaic.families.costs import flops_per_token
@@ -20,8 +21,6 @@ from moesaic.routing.stats import busiest_share, dead_experts, load_entropy
 from moesaic.training.planning import PEAK_FLOPS
 from moesaic.training.start import Trainable
 from moesaic.training.step import StepResult
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsLog:

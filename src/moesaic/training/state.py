@@ -27,8 +27,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from moesaic.checkpoint.headers import load_json
+from moesaic.checkpoint.headers import load_json, read_header
 from moesaic.checkpoint.pio import explained, sync_path
+from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import Count, load_document
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.training.folder import RUN_FILE, UNFINISHED, list_states
@@ -37,6 +38,7 @@ from moesaic.training.parallel import World
 from moesaic.training.start import Trainable
 
 _FILE_BYTES = 64 << 20
+_BEFORE = "remove the folder of this state to go on from the one before"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ class RunState:
 def read_run(state: Path) -> RunState:
     """What run.json of a state says."""
     file = state / RUN_FILE
-    return load_document(RunState, load_json(file), str(file), way_out=f"remove {state} to go on from the state before")
+    return load_document(RunState, load_json(file), str(file), way_out=_BEFORE)
 
 
 def save_state(folder: Path, run: RunState, trainable: Trainable) -> None:
@@ -153,14 +155,36 @@ def _files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 @torch.no_grad()
 def read_tensors(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
-    """Read tensors by name from the safetensors files of a folder into what is there, each rank its shards."""
+    """Read tensors by name from the safetensors files of a folder into what is there, each rank its shards.
+
+    Raises:
+        MoesaicError: a file that is damaged, or lacks one of the tensors.
+    """
+    _refuse_damaged(tensors, folder)
     chunks = {name: _contiguous(tensor) for name, tensor in tensors.items()}
-    with _one_process_is_meant():
-        load(chunks, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=world.size == 1)
+    try:
+        with _one_process_is_meant():
+            load(chunks, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=world.size == 1)
+    except CheckpointException as error:  # no subclass of Exception, and what happened is inside
+        failure = next(failure for failure, _ in error.failures.values())
+        reason = " ".join(str(failure).split())[:300]
+        raise MoesaicError(f"{folder}: cannot be read ({type(failure).__name__}: {reason}); {_BEFORE}") from error
     for name, tensor in tensors.items():
         chunk = chunks[name]
         if isinstance(tensor, DTensor) and isinstance(chunk, DTensor):
             tensor.to_local().copy_(chunk.redistribute(placements=tensor.placements).to_local())
+
+
+def _refuse_damaged(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Look at all headers first: torch prints tracebacks."""
+    held: set[str] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            held |= read_header(file).keys()
+        except MoesaicError as error:
+            raise MoesaicError(f"{str(error).rpartition(';')[0] or error}; {_BEFORE}") from error
+    if missing := sorted(tensors.keys() - held):
+        raise MoesaicError(f"{folder}: has no tensor {missing[0]!r}; {_BEFORE}")
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
