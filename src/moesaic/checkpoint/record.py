@@ -174,10 +174,10 @@ class _Ancestor:
 class _Record:
     """What the verbs rely on; there are further keys of each verb's own."""
 
-    verb: str
-    recipe: dict[str, Any]
-    weights_hash: str | None
-    sources: tuple[_Source, ...]
+    verb: str = ""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    weights_hash: str | None = None
+    sources: tuple[_Source, ...] = ()
     experts: _Experts = field(default_factory=_Experts)
     routing: _Routing | None = None
     lineage: tuple[_Ancestor, ...] | None = None
