@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeVar
 
-from moesaic.checkpoint.metrics import METRICS_FILE
 from moesaic.checkpoint.pio import write_file
 from moesaic.common.intervals import Interval, mean_interval
+from moesaic.training.metrics import METRICS_FILE
 from moesaic_lab.plan import ROWS, Plan
 
 Row = Mapping[str, Any]

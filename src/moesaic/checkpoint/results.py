@@ -81,6 +81,29 @@ class _Subset:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _QuestionRows:
+    """What runs are paired by: each question's score, and a hash of the questions."""
+
+    hash: str
+    scores: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DocumentRows:
+    """The same of held-out text, document by document."""
+
+    hash: str
+    domains: tuple[str, ...]
+    losses: tuple[float | None, ...]
+    tokens: tuple[Count, ...]
+    bytes: tuple[Count, ...]
+
+    def __post_init__(self) -> None:
+        if len({len(self.domains), len(self.losses), len(self.tokens), len(self.bytes)}) > 1:
+            raise MoesaicError("losses, domains, tokens and bytes are not equally many")
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Task(_Number):
     title: str
     metric: str
@@ -92,6 +115,12 @@ class _Task(_Number):
     parts: dict[str, _Number] = field(default_factory=dict)
     missing_parts: tuple[str, ...] = ()
     text: _Texts | None = None
+    rows: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows:
+            kind = _QuestionRows if self.text is None else _DocumentRows
+            load_document(kind, self.rows, "rows", others=True)
 
 
 @dataclass(frozen=True, kw_only=True)

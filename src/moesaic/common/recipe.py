@@ -121,6 +121,28 @@ def load_document(
     return _convert(cls, values, _Where(source=name, exact=True, others=others, way_out=way_out))
 
 
+def convert_fields(types: Mapping[str, Any], values: Mapping[str, Any], *, name: str) -> dict[str, Any]:
+    """The fields of a record (a row of data) in the types given; a field without a type stays as it is.
+
+    The types are those of recipes. Of a dataclass, keys that it does not name stay as well, and the result holds plain
+    values; `name` is the record's place, for messages.
+
+    Raises `MoesaicError` with the place, the field (`qas.0.answers`), its value and what is expected.
+    """
+    where = _Where(source=name, others=True)
+    typed = {key: _convert(types[key], values[key], where.child(key)) for key in types if key in values}
+    return {key: _laid_over(value, typed[key]) if key in typed else value for key, value in values.items()}
+
+
+def _laid_over(value: Any, typed: Any) -> Any:
+    """The plain values of what was converted, and beside them what its class does not name."""
+    if dataclasses.is_dataclass(typed) and isinstance(value, Mapping):
+        return {k: _laid_over(one, getattr(typed, k)) if hasattr(typed, str(k)) else one for k, one in value.items()}
+    if isinstance(typed, (list, tuple)):
+        return [_laid_over(*pair) for pair in zip(value, typed, strict=True)]
+    return recipe_values(typed)
+
+
 def dump_recipe(recipe: Any) -> str:
     """Write a recipe dataclass as YAML, every key with its value; `load_recipe` gives an equal object back."""
     from moesaic.common.yaml_text import dump_yaml

@@ -71,7 +71,12 @@ class ExpandRecipe(Growth):
     utility_from: str | None = None
     """A utility.json that an earlier run left in its OUT."""
     calibration: tuple[str, ...] = ()
-    """Text for gradients: a .txt, .jsonl or .parquet file, a folder, or hf://org/name; repeatable."""
+    """Text for gradients: a .txt, .jsonl or .parquet file, a folder, hf://org/name, or a task by name or .yaml file, as
+    eval asks it, with the answers; repeatable, each with the same share."""
+    shots: int | None = None
+    """--calibration TASK: demonstrations before each question. Default: the task file's own, else 0."""
+    data_dir: str | None = None
+    """--calibration TASK: folder with local rows. Default: the hub's data sets."""
     batch_size: int = 8
     """Sequences per calibration batch."""
     sequence_length: int = 512

@@ -12,10 +12,9 @@ from moesaic.common import seeds
 from moesaic.common.errors import MoesaicError
 from moesaic.expansion.allocation import allocate, evenly, sources_of
 from moesaic.expansion.recipe import ExpandRecipe
-from moesaic.families.counting import beyond_depth
 from moesaic.families.family import DenseTwin, our_base
 from moesaic.families.identity import group_count
-from moesaic.families.moe import MoEModel, detect_moe
+from moesaic.families.moe import MoEModel, detect_moe, prediction_notices
 from moesaic.modeling.names import conversion_of
 
 Utilities = Mapping[int, tuple[float, ...]]
@@ -247,10 +246,8 @@ def _notices(plan: ExpandPlan) -> list[str]:
     if unused and plan.recipe.utility in ("uniform", "weight_norm", None):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
         notices.append(f"{flags}: without effect, no text is read; --calibration gives utilities from gradients")
-    extra = [layer.layer for layer in plan.model.layers if beyond_depth(plan.checkpoint.config, layer.layer)]
-    if extra and plan.recipe.utility != "uniform":
-        numbers = ", ".join(map(str, extra))
-        notices.append(f"layer {numbers} is for multi-token prediction and has no gradients: copies are spread evenly")
+    evenly = "" if plan.recipe.utility in ("uniform", "weight_norm") else ", by even copies, as it has no gradients"
+    notices += prediction_notices(plan.checkpoint, f"its experts grow as well{evenly}")
     if plan.conversion is not None:
         notices.append(
             f"{plan.checkpoint.config['model_type']} cannot say one_per_copy_group: the result is "

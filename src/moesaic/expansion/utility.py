@@ -25,6 +25,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
 from moesaic.data.packing import keeps_documents_apart
 from moesaic.expansion.build import Parts, expert_parts
+from moesaic.expansion.calibration import calibration_batches
 from moesaic.expansion.recipe import GRADIENT_UTILITIES
 from moesaic.expansion.resolve import ExpandPlan
 from moesaic.families.counting import beyond_depth
@@ -225,40 +226,21 @@ def expert_gradients(plan: ExpandPlan, *, quiet: bool = False) -> ExpertGradient
         return measure(model, batches, name=plan.checkpoint.name, tick=tick)
 
 
-def calibration_batches(plan: ExpandPlan, *, quiet: bool = False) -> list["PackedBatch"]:
-    """At most `utility_batches` batches of packed text, shuffled by the seed."""
-    from moesaic.data.dataset import PackedDataset
-    from moesaic.data.recipe import DataRecipe, SourceRecipe
-    from moesaic.data.tokenise import prepare
-    from moesaic.loading import load_tokenizer
-
-    recipe = plan.recipe
-    sources = tuple(SourceRecipe(path=path, domain="calibration") for path in recipe.calibration)
-    data = DataRecipe(sequence_length=recipe.sequence_length, sources=sources, epochs=1)
-    prepared = prepare(data, load_tokenizer(plan.checkpoint.path), quiet=quiet)
-    dataset = PackedDataset(prepared, seed=recipe.seed, sequences_per_step=recipe.batch_size)
-    there = dataset.num_steps
-    assert there is not None
-    batches = [dataset.batch(step) for step in range(min(there, recipe.utility_batches))]
-    batches = [batch for batch in batches if batch.num_targets]
-    if not batches:
-        raise MoesaicError(f"--calibration {recipe.calibration[0]}: has no token to predict; give more text")
-    return batches
-
-
 def measure(
     model: Any, batches: Sequence["PackedBatch"], *, name: str, tick: Callable[[float], object] = lambda _: None
 ) -> ExpertGradients:
     """Forward and backward of every batch; the loss of a batch is the mean over its predicted tokens.
 
     Raises:
+        NotFiniteError: logits that are not finite.
         MoesaicError: a loss that is not finite.
     """
     from moesaic.modeling.cross_entropy import IGNORED, token_losses
+    from moesaic.modeling.finite import watched
 
     device = next(model.parameters()).device
     packed = keeps_documents_apart(model)
-    with _watched(model) as experts:
+    with watched(model, refuse=name), _watched(model) as experts:
         for batch in batches:
             total = 0.0
             for ids_BS, positions_BS, labels_BS, mask_BS in _parts(batch.to(device), packed=packed):

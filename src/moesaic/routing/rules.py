@@ -40,6 +40,8 @@ class RouterSettings:
     groups: tuple[int, ...] | None = None
     """Group of each expert where the model's own rule is `one_per_group`."""
     group_score: GroupScore = "max"
+    routed_scaling_factor: float = 1.0
+    """Factor on the weights."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,7 +52,7 @@ class RoutingDecision:
     """Router logits before any mask, fp32 (or fp64 in an fp64 model)."""
     expert_ids_TK: Int64[Tensor, "tokens active"]
     weights_TK: Float[Tensor, "tokens active"]
-    """Weights of the selected experts, from scores without any selection bias."""
+    """Weights of the selected experts, from scores without any selection bias; the model's scaling factor included."""
     allowed_TE: Bool[Tensor, "tokens experts"] | None = None
     """Experts that the token's document may use; None where all are allowed."""
 
@@ -174,7 +176,10 @@ def decide(
     masked_TE = logits_TE if allowed_TE is None else mask_logits(logits_TE, allowed_TE)
     weights_TK, expert_ids_TK = rule.select(masked_TE, bias_E)
     return RoutingDecision(
-        logits_TE=logits_TE, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK, allowed_TE=allowed_TE
+        logits_TE=logits_TE,
+        expert_ids_TK=expert_ids_TK,
+        weights_TK=weights_TK * rule.settings.routed_scaling_factor,
+        allowed_TE=allowed_TE,
     )
 
 

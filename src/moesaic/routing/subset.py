@@ -22,6 +22,25 @@ FORMAT = "moesaic-selection/1"
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Data:
+    """The records that a selection was made on."""
+
+    split: float | None = None
+    """The share of them that was used."""
+    seed: int = 0
+    rows: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Details:
+    """Of a selection's details, what is used and not only shown."""
+
+    top_k: int | None = None
+    data: _Data | None = None
+    unreached: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Selection:
     """The experts to keep. Rows follow `layers`, the indices of the MoE layers in the model."""
 
@@ -38,6 +57,7 @@ class Selection:
     """What the method was given (data, seed, tokens, ...), for people; `top_k` is used (see the property)."""
 
     def __post_init__(self) -> None:
+        load_document(_Details, self.details, "selection: details", others=True)
         if problem := _problem(self):
             raise MoesaicError(f"selection: {problem}")
 

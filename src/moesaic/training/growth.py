@@ -37,10 +37,10 @@ from moesaic.modeling.cross_entropy import ratio_with_error
 from moesaic.training.growth_plan import as_keys, described, grown_plans, resolve_transition
 from moesaic.training.metrics import Throughput
 from moesaic.training.optimizer import MOMENTS
-from moesaic.training.parallel import World
+from moesaic.training.parallel import World, whole
 from moesaic.training.result import known_experts, routing_record, write_weights
 from moesaic.training.start import Trainable, build_trainable
-from moesaic.training.state import read_tensors, set_updates, weights_of, whole
+from moesaic.training.state import read_tensors, set_updates, weights_of
 from moesaic.training.step import document_losses
 from moesaic.training.utilities import Found, check_frozen, find_utilities
 

@@ -12,6 +12,7 @@ from moesaic.common.seeds import fold_key
 from moesaic.data.dataset import ValidationSet
 from moesaic.data.packing import PackedBatch
 from moesaic.modeling.cross_entropy import IGNORED, DomainLoss, ratio_with_error, token_losses
+from moesaic.modeling.finite import first_not_finite
 from moesaic.routing.install import routing_context
 from moesaic.routing.losses import Load, balance_loss, balanced_bias, measure_load, reduce_load, router_z_loss
 from moesaic.routing.pools import RoutingContext
@@ -215,6 +216,29 @@ def _update(trainable: Trainable, result: StepResult, rate: float) -> None:
         group["lr"] = rate
     trainable.optimizer.step()
     trainable.masters.publish()
+
+
+def where_not_finite(trainable: Trainable, batches: Sequence[PackedBatch]) -> str | None:
+    """The layer and module that first give NaN or infinity on a step's batches; None where the forward pass is finite.
+
+    Not asked of several ranks: a pass of one alone would wait for the others.
+    """
+    model, world = trainable.model, trainable.world
+    if world.size > 1:
+        return None
+    model.eval()  # routing as at inference
+    try:
+        for batch in batches:
+            one = batch.to(world.device)
+            found = first_not_finite(
+                model,
+                lambda one=one: model(input_ids=one.input_ids_BS, position_ids=one.position_ids_BS, use_cache=False),
+            )
+            if found is not None:
+                return f"{found.place} gives {found.what} in {found.dtype}"
+    finally:
+        model.train()
+    return None
 
 
 # --- held-out sets ----------------------------------------------------------------------------------------------------

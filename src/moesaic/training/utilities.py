@@ -17,9 +17,9 @@ from moesaic.data.packing import PackedBatch
 from moesaic.expansion.utility import ExpertGradients, norms_of_stacks, scores
 from moesaic.routing.install import routing_context
 from moesaic.routing.losses import Load, measure_load, reduce_load
+from moesaic.training.parallel import whole
 from moesaic.training.schedule import Transition
 from moesaic.training.start import Trainable
-from moesaic.training.state import whole
 from moesaic.training.step import batch_losses, context_of, seed_dropout
 
 PerLayer = dict[int, tuple[float, ...]]
