@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moesaic.checkpoint.metrics import METRICS_FILE
 from moesaic.checkpoint.pio import explained
 from moesaic.common.numbers import finite_only, shown
 from moesaic.common.progress import BAR_SECONDS, LINE_SECONDS, bar, duration, notice, on_terminal
@@ -21,8 +22,6 @@ from moesaic.routing.stats import busiest_share, dead_experts, load_entropy
 from moesaic.training.planning import PEAK_FLOPS
 from moesaic.training.start import Trainable
 from moesaic.training.step import StepResult
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsLog:

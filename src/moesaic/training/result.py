@@ -16,10 +16,12 @@ from moesaic.checkpoint.reader import DTYPE_CODES
 from moesaic.checkpoint.record import copy_side_files, read_provenance, source_record, write_provenance
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter, OutputTensor, plan_files
+from moesaic.common.progress import warn
 from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.families.counting import count_shapes
 from moesaic.families.family import our_base
 from moesaic.families.moe import PREDICTION_KEY
+from moesaic.loading import load_generation_config
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
@@ -214,13 +216,21 @@ def _write_side_files(run: "Session", folder: Path) -> list[dict[str, Any]]:
         if recipe.tokenizer is None:
             copy_side_files(checkpoint, folder)
             return records
-        if (checkpoint.path / "generation_config.json").exists():
-            # Not the model's own, which a resumed or grown one may not have from there.
-            generation = GenerationConfig.from_pretrained(checkpoint.path)
+        # Not the model's own, which a resumed or grown one may not have from there.
+        generation = load_generation_config(checkpoint.path) or generation
     with explained(folder):
         run.tokenizer.save_pretrained(folder)
-        generation.save_pretrained(folder)
+        _save_generation(generation, folder)
     return records
+
+
+def _save_generation(generation: GenerationConfig, folder: Path) -> None:
+    """Write generation_config.json; transformers reads settings that contradict each other, but does not write them."""
+    try:
+        generation.save_pretrained(folder)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:200]
+        warn(f"generation_config.json is left out: the source's cannot be written by transformers ({reason})")
 
 
 def _move(aside: Path, out: Path) -> None:

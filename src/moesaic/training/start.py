@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -24,8 +23,9 @@ from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError, suggest
 from moesaic.common.progress import no_library_bars, notice
 from moesaic.data.packing import keeps_documents_apart
+from moesaic.families.config_values import refuse_giant
 from moesaic.families.family import our_base
-from moesaic.loading import load, load_config, load_tokenizer
+from moesaic.loading import explained_errors, load, load_config, load_tokenizer
 from moesaic.routing.capture import find_blocks
 from moesaic.routing.gradient import RouterChoices, gradient_warning
 from moesaic.routing.install import Installation, find_installation, install, take_own_biases
@@ -45,12 +45,6 @@ _UNDECLARED = {"head_dim", "partial_rotary_factor", "sliding_window_pattern", "m
 
 _REASON = 200
 """Characters of another library's error that are shown."""
-
-_MISTAKES = (
-    *(StrictDataclassError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
-    *(AssertionError, RuntimeError),
-)
-"""What transformers and torch raise for a value that makes no model, sooner or later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,15 +200,8 @@ def _all_equal(values_EXX: Tensor) -> bool:
 @contextmanager
 def makes_a_model(family: str) -> Iterator[None]:
     """Turn what is raised for a wrong value in a recipe's configuration into a `MoesaicError` of one line."""
-    try:
+    with explained_errors(f"model.config: makes no {family} model"):
         yield
-    except (MoesaicError, torch.OutOfMemoryError):
-        raise
-    except _MISTAKES as error:
-        reason = " ".join(str(error).split())[:_REASON]
-        raise MoesaicError(
-            f"model.config: makes no {family} model ({type(error).__name__}: {reason}); correct it"
-        ) from error
 
 
 def make_config(scratch: ScratchModel) -> PreTrainedConfig:
@@ -227,6 +214,7 @@ def make_config(scratch: ScratchModel) -> PreTrainedConfig:
     if model_type not in CONFIG_MAPPING:
         hint = suggest(scratch.family, CONFIG_MAPPING)
         raise MoesaicError(f"model.family: {scratch.family} is no model type of transformers; {hint}")
+    refuse_giant(values, "model.config")
     with makes_a_model(scratch.family):
         return AutoConfig.for_model(model_type, **values)
 
@@ -266,8 +254,8 @@ def load_run_tokenizer(recipe: TrainRecipe) -> PreTrainedTokenizerBase:
         source = {"pretrained_model_name_or_path": name, "revision": revision or "main"}
     try:
         return AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().partition("\n")[0]
+    except Exception as error:  # the tokenizers package raises bare ones
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise MoesaicError(f"tokenizer: {recipe.tokenizer}: cannot be loaded ({reason})") from error
 
 
