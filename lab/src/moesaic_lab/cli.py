@@ -43,7 +43,7 @@ def list_experiments(*, json: Json = False, quiet: Quiet = False) -> None:  # no
         sizes = {}
         for experiment, one in EXPERIMENTS.items():
             active, tokens = one.size(scale)
-            minutes = one.minutes(scale, None, _SEEDS)
+            minutes = _SEEDS * one.minutes(scale)
             sizes[experiment] = {"tokens_per_active_parameter": tokens / active, "minutes": minutes}
             lines.append(
                 f"  {experiment:<{width}}  {tokens / active:5.1f} tokens per active parameter, about {minutes:,.0f} "

@@ -78,10 +78,10 @@ def with_source_keys(config: Mapping[str, Any], source: Mapping[str, Any]) -> di
 
 
 def needs(config: Mapping[str, Any]) -> str:
-    """A paragraph for the card: what loads a checkpoint with this config."""
-    if "auto_map" in config:
-        return (
-            f"Needs transformers {OLDEST_TRANSFORMERS} or newer; where Moesaic is not installed, with "
-            "`trust_remote_code=True`.\n"
-        )
-    return "config.json says rope in the spellings of transformers 4 and 5, for every version that has this family.\n"
+    """The end of a card: what loads a checkpoint that brings its own code; empty for one that needs none."""
+    if "auto_map" not in config:
+        return ""
+    return (
+        f"\nNeeds transformers {OLDEST_TRANSFORMERS} or newer; where Moesaic is not installed, with "
+        "`trust_remote_code=True`.\n"
+    )

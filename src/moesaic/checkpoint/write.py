@@ -289,7 +289,7 @@ def _write_small_files(new: NewCheckpoint, folder: Path, hashes: Hashes, written
         path = folder / name
         with explained(path):
             path.write_text(text, encoding="utf-8")
-    write_card(folder, f"{new.card}\n{needs(new.config)}")
+    write_card(folder, new.card + needs(new.config))
     write_provenance(
         folder,
         verb=new.verb,

@@ -1,1 +1,1 @@
-"""The command line: parsing and printing only; one module per verb, each calls one function of the public API."""
+"""The command line: `verbs` lists the verbs, `build` makes their flags of recipe classes, `app` runs a command line."""

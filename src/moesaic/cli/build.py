@@ -18,12 +18,12 @@ from cyclopts import Parameter
 
 from moesaic.cli.output import print_result
 from moesaic.common.errors import MoesaicError
+from moesaic.common.numbers import CHECK_FAILED
 from moesaic.common.recipe import init_fields, load_recipe
 from moesaic.common.verbs import RUN_OPTIONS, field_default, field_docs, is_required
 from moesaic.common.workers import check_workers
 from moesaic.recipes import recipe_source
 
-CHECK_FAILED = 1
 _DEFAULT = re.compile(r"\s*\bDefault: (.*?)\.?$")
 _RUN_TYPES = {"overwrite": bool, "dry_run": bool, "workers": int | None, "quiet": bool, "json": bool}
 _SHARED = {
@@ -75,7 +75,7 @@ class Command:
     further: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Flags that no recipe has, type and help: further arguments of the run, or for `action`."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Key, or `arguments` -> what to say where it is needed and not given (`{count}`: of the arguments)."""
+    """Key, or `arguments` -> what to say where it is needed and not given (`{count}` of arguments, `{choices}`)."""
     action: str = "moesaic.cli.build:call_and_print"
     """What to do with the `Call`, as module:name."""
     before: str | None = None
@@ -167,7 +167,8 @@ def _read(name: str, command: Command, recipe: type, words: list[str], given: di
     config = given.pop("config", config)
     for key, message in command.missing.items():
         if key not in ("arguments", *given) and (key == "out" or (config is None and not overrides)):
-            raise MoesaicError(message)
+            choices = typing.get_args(typing.get_type_hints(recipe).get(key))
+            raise MoesaicError(message.format(choices=", ".join(map(str, choices))))
     out = given.pop("out", None)
     further = {key: given.pop(key) for key in command.further if key in given}
     for key, option in command.options.items():

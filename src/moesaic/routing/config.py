@@ -20,7 +20,7 @@ else:
 
 RULES_WORK_ON = "our own architecture, OLMoE, FlexOlmo, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Mixtral or Granite-MoE"
 
-BalanceScope = Literal["local", "global", "batch"]
+BalanceScope = Literal["local", "global", "batch", "step"]
 PoolDraw = Literal["document_and_layer", "document"]
 GroupScore = Literal["max", "mean", "log_mean_exp"]
 

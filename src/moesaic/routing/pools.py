@@ -11,8 +11,9 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from moesaic.common.seeds import draw_integers, fold_key
+from moesaic.modeling.modeling_moesaic import probabilities
 from moesaic.routing.config import RuleConfig
-from moesaic.routing.rules import PROBABILITIES, RouterSettings, TopK, Weighting
+from moesaic.routing.rules import RouterSettings, TopK, Weighting
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -154,7 +155,7 @@ def document_pools(
     decides, so routing in training is not causal; no gradient flows through the choice. A selection bias counts here as
     in the selection: an expert outside every pool could not be helped by it otherwise.
     """
-    probability_TE = PROBABILITIES[weighting](logits_TE)
+    probability_TE = probabilities(logits_TE, weighting)
     sums_NE = probability_TE.new_zeros(context.num_documents + 1, logits_TE.shape[-1])
     sums_NE.index_add_(0, context.segments_T, probability_TE)
     mean_NE = sums_NE[:-1] / context.lengths_N[:, None]

@@ -5,7 +5,7 @@ Letters: L MoE layers, E routed experts.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,15 @@ import numpy as np
 from jaxtyping import Float64, Int64
 from numpy import ndarray
 
-from moesaic.checkpoint.headers import load_json
+from moesaic.checkpoint.headers import load_format
 from moesaic.checkpoint.pio import write_file
 from moesaic.common.errors import MoesaicError
-from moesaic.families.identity import SourceModel, refuse_other_model, source_from_json
+from moesaic.common.recipe import Count, Size, load_document
+from moesaic.families.identity import SourceModel, refuse_other_model
 
 FORMAT = "moesaic-statistics/1"
+
+_AGAIN = "collect them again"
 
 SUMS = ("probability_LE", "weighted_norm_LE", "drift_original_LE", "drift_emo_LE")
 
@@ -30,6 +33,8 @@ class ExpertStatistics:
     source: SourceModel
     domain: str
     """What the tokens are about; statistics of one domain are added, of several are mixed by `mix_domains`."""
+    path: str | None = None
+    """Where the data lies, where no domain was named: files of one name in two folders are two domains."""
     tokens: int
     counts_LE: Int64[ndarray, "layers experts"]
     """Tokens that selected the expert."""
@@ -49,7 +54,7 @@ class ExpertStatistics:
 
     def __add__(self, other: "ExpertStatistics") -> "ExpertStatistics":
         refuse_other_model(self.source, other.source, f"statistics of {self.source.name}")
-        if self.domain != other.domain:
+        if (self.domain, self.path) != (other.domain, other.path):
             raise MoesaicError(
                 f"statistics of {self.domain!r} and {other.domain!r} cannot be added; several domains are mixed, "
                 "each with the same weight"
@@ -57,6 +62,7 @@ class ExpertStatistics:
         return ExpertStatistics(
             source=self.source,
             domain=self.domain,
+            path=self.path,
             tokens=self.tokens + other.tokens,
             **{name: getattr(self, name) + getattr(other, name) for name in ("counts_LE", *SUMS)},
         )
@@ -64,12 +70,17 @@ class ExpertStatistics:
 
 def merge_by_domain(parts: Sequence[ExpertStatistics]) -> list[ExpertStatistics]:
     """Add what belongs to one domain; the domains come in the order of their names."""
-    merged: dict[str, ExpertStatistics] = {}
+    merged: dict[tuple[str, str], ExpertStatistics] = {}
     for part in parts:
-        merged[part.domain] = merged[part.domain] + part if part.domain in merged else part
+        key = (part.domain, part.path or "")
+        merged[key] = merged[key] + part if key in merged else part
     for other in merged.values():
         refuse_other_model(parts[0].source, other.source, f"statistics of {other.domain!r}")
-    return [merged[domain] for domain in sorted(merged)]
+    names = [domain for domain, _ in merged]
+    return [
+        replace(merged[name, path], domain=f"{name} ({path})") if path and names.count(name) > 1 else merged[name, path]
+        for name, path in sorted(merged)
+    ]
 
 
 def save_statistics(statistics: ExpertStatistics, file: str | Path) -> None:
@@ -78,43 +89,41 @@ def save_statistics(statistics: ExpertStatistics, file: str | Path) -> None:
         "format": FORMAT,
         "source": statistics.source.to_json(),
         "domain": statistics.domain,
+        **({"path": statistics.path} if statistics.path is not None else {}),
         "tokens": statistics.tokens,
         **{name: getattr(statistics, name).tolist() for name in ("counts_LE", *SUMS)},
     }
     write_file(Path(file), json.dumps(document, allow_nan=False) + "\n")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Document:
+    """The file, as JSON has it."""
+
+    source: SourceModel
+    domain: str
+    tokens: Size
+    counts_LE: tuple[tuple[Count, ...], ...]
+    probability_LE: tuple[tuple[float, ...], ...]
+    weighted_norm_LE: tuple[tuple[float, ...], ...]
+    drift_original_LE: tuple[tuple[float, ...], ...]
+    drift_emo_LE: tuple[tuple[float, ...], ...]
+    path: str | None = None
+
+
 def load_statistics(file: str | Path) -> ExpertStatistics:
     """Read statistics; anything that is not what `save_statistics` writes is a MoesaicError that names the file."""
     path = Path(file)
-    value = load_json(path)
-    if value.get("format") != FORMAT:
-        raise MoesaicError(f"{path}: not a statistics file (format is {value.get('format')!r}, expected {FORMAT!r})")
-    keys = ("format", "source", "domain", "tokens", "counts_LE", *SUMS)
-    if wrong := sorted(set(keys) ^ value.keys()):
-        raise MoesaicError(f"{path}: {wrong[0]!r} is {'missing' if wrong[0] in keys else 'unknown'}")
-    source = source_from_json(value["source"], str(path))
-    tokens = value["tokens"]
-    if not isinstance(tokens, int) or tokens < 1:
-        raise MoesaicError(f"{path}: tokens must be a positive whole number, got {tokens!r}")
+    document = load_document(_Document, load_format(path, FORMAT, "a statistics file"), str(path), way_out=_AGAIN)
+    shape = (len(document.source.layers), document.source.num_experts)
+    tables: dict[str, Any] = {}
+    for name in ("counts_LE", *SUMS):
+        rows = getattr(document, name)
+        if len(rows) != shape[0] or {len(row) for row in rows} - {shape[1]}:
+            raise MoesaicError(f"{path}: {name}: is not {shape[0]} layers of {shape[1]} experts; {_AGAIN}")
+        if any(value < 0 for row in rows for value in row):
+            raise MoesaicError(f"{path}: {name}: has a number below 0; {_AGAIN}")
+        tables[name] = np.array(rows, dtype=np.int64 if name == "counts_LE" else np.float64).reshape(shape)
     return ExpertStatistics(
-        source=source,
-        domain=str(value["domain"]),
-        tokens=tokens,
-        counts_LE=_array(value["counts_LE"], np.int64, source, f"{path}: counts_LE"),
-        **{name: _array(value[name], np.float64, source, f"{path}: {name}") for name in SUMS},
+        source=document.source, domain=document.domain, path=document.path, tokens=document.tokens, **tables
     )
-
-
-def _array(rows: Any, dtype: type, source: SourceModel, where: str) -> Any:
-    shape = (len(source.layers), source.num_experts)
-    try:
-        array = np.array(rows)
-        whole = array.astype(dtype, casting="same_kind")
-    except (TypeError, ValueError) as error:
-        raise MoesaicError(f"{where} must be a table of numbers") from error
-    if whole.shape != shape:
-        raise MoesaicError(f"{where} has the shape {list(whole.shape)}, expected {list(shape)} (layers, experts)")
-    if not np.isfinite(whole).all() or (whole < 0).any():
-        raise MoesaicError(f"{where} has a number that is negative or not finite")
-    return whole

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from moesaic.checkpoint.metrics import METRICS_FILE
 from moesaic.checkpoint.pio import explained
+from moesaic.common.numbers import finite_only, shown
 from moesaic.common.progress import BAR_SECONDS, LINE_SECONDS, bar, duration, notice, on_terminal
 from moesaic.families.costs import flops_per_token
 from moesaic.modeling.cross_entropy import DomainLoss
@@ -20,8 +22,6 @@ from moesaic.routing.stats import busiest_share, dead_experts, load_entropy
 from moesaic.training.planning import PEAK_FLOPS
 from moesaic.training.start import Trainable
 from moesaic.training.step import StepResult
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsLog:
@@ -47,7 +47,7 @@ class MetricsLog:
         if self._file is None:
             return
         with explained(self._path):
-            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.write(json.dumps(finite_only(line), allow_nan=False).encode() + b"\n")
             self._file.flush()
         if self._board is not None:
             for name, value in _scalars(line):
@@ -176,7 +176,7 @@ class Console:
 
     def validation(self, measured: Mapping[str, DomainLoss], step: int) -> None:
         """Show a validation."""
-        losses = ", ".join(f"{domain} {loss.loss:.4f}" for domain, loss in measured.items())
+        losses = ", ".join(f"{domain} {shown(loss.loss, '.4f')}" for domain, loss in measured.items())
         notice(f"step {step:,}: held-out {losses}", quiet=self._quiet)
 
 

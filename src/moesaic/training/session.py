@@ -1,6 +1,6 @@
 """A run between two steps: how it starts or goes on, what it has and has done, and how that is saved."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,7 @@ def begin(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: boo
         expansions=list(saved.expansions),
         reset_step=saved.reset_step,
         quiet=quiet,
-        validation=saved.measured,
+        validation=saved.validation,
     )
 
 
@@ -201,7 +201,7 @@ def save(run: Session) -> None:
     state = RunState(
         step=run.step,
         metrics_bytes=run.log.sync(),
-        validation=None if run.validation is None else {name: asdict(loss) for name, loss in run.validation.items()},
+        validation=run.validation,
         recipe=recipe_values(run.recipe),
         data=run.data.cache_names,
         held_out=[name for held_out in run.held_out for name in held_out.cache_names],

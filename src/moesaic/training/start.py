@@ -3,12 +3,11 @@
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -25,11 +24,17 @@ from moesaic.common.errors import MoesaicError, suggest
 from moesaic.common.progress import no_library_bars, notice, warn
 from moesaic.data.packing import keeps_documents_apart
 from moesaic.data.tokenise import Encoder
-from moesaic.loading import load, load_config, load_tokenizer, refuse_unknown_architecture
-from moesaic.routing.install import Installation, find_installation, install
+from moesaic.families.config_values import refuse_giant
+from moesaic.families.family import our_base
+from moesaic.loading import explained_errors, load, load_config, load_tokenizer, refuse_unknown_architecture
+from moesaic.routing.capture import find_blocks
+from moesaic.routing.gradient import RouterChoices, gradient_warning
+from moesaic.routing.install import Installation, find_installation, install, take_own_biases
+from moesaic.routing.restrict import INSTALLED
+from moesaic.routing.rules import OnePerGroup
 from moesaic.training.fit import needs_routers, refuse_misfit
 from moesaic.training.optimizer import MasterWeights, build_optimizer, describe_trainable, freeze
-from moesaic.training.parallel import World, distributed_config, reshard
+from moesaic.training.parallel import World, distributed_config, reshard, whole
 from moesaic.training.recipe import Precision, ScratchModel, TrainRecipe, scratch_config
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -45,12 +50,6 @@ TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 _REASON = 200
 """Characters of another library's error that are shown."""
-
-_MISTAKES = (
-    *(StrictDataclassError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
-    *(AssertionError, RuntimeError),
-)
-"""What transformers and torch raise for a value that makes no model, sooner or later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +85,13 @@ def build_trainable(recipe: TrainRecipe, out: Path, world: World, *, start: Star
     else:
         config = make_config(start) if isinstance(start, ScratchModel) else start
         model = _from_scratch(recipe, config, out, world)
+    if our_base(config.model_type) is not None:
+        config.selection_bias = False  # while it trains, the bias is the installation's
     with makes_a_model(start.family) if isinstance(start, ScratchModel) else nullcontext():
         _refuse_leaking_documents(model)
     installation = _install(model, recipe)
+    for line in untaught_routers(model, installation):
+        notice(line, quiet=quiet)
     if recipe.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     if recipe.compile:
@@ -147,6 +150,9 @@ def _install(model: PreTrainedModel, recipe: TrainRecipe) -> Installation | None
     if rule.rule is None and earlier is not None and earlier.config.rule not in (None, "document_pool"):
         rule = earlier.config  # what the model was trained to do at inference holds on
     bias: Tensor | bool | None = earlier.selection_bias if earlier is not None else None
+    if (own := take_own_biases(model)) is not None:
+        model.config.selection_bias = False  # pyright: ignore[reportAttributeAccessIssue]
+        bias = own if bias is None else bias
     losses = recipe.losses
     if losses.bias_balancing is not None and bias is None:
         bias = True
@@ -156,6 +162,36 @@ def _install(model: PreTrainedModel, recipe: TrainRecipe) -> Installation | None
         if bias is not None or needs_routers(recipe):
             raise
         return None
+
+
+@torch.no_grad()
+def untaught_routers(model: PreTrainedModel, installation: Installation | None) -> list[str]:
+    """One line for each way in which the loss of the text can teach routers nothing, by their rules and first weights.
+
+    All ranks call this: it gathers routers, and the experts of those whose rows are all equal.
+    """
+    found: dict[str, None] = {}
+    for block in find_blocks(model) if installation is not None else ():
+        state = block.router.__dict__[INSTALLED]
+        settings = state.settings
+        choices = RouterChoices(weighting=settings.weighting, experts=settings.num_experts, top_k=settings.top_k)
+        if not isinstance(state.rule, OnePerGroup) and settings.weighting != "all":
+            tied = _sharing_a_row(whole(block.router.weight))  # pyright: ignore[reportArgumentType]
+            copies = tied == settings.num_experts and _all_equal(whole(block.experts.gate_up_proj))
+            choices = replace(choices, tied=tied, copies=copies)
+        if line := gradient_warning(choices):
+            found[line] = None
+    return list(found)
+
+
+def _sharing_a_row(weight_ED: Tensor) -> int:
+    """Experts that share each row of a router, where these are equally many everywhere; else 1."""
+    _, counts = torch.unique(weight_ED, dim=0, return_counts=True)
+    return int(counts[0]) if bool((counts == counts[0]).all()) else 1
+
+
+def _all_equal(values_EXX: Tensor) -> bool:
+    return bool((values_EXX == values_EXX[:1]).all())
 
 
 # --- before there are weights -----------------------------------------------------------------------------------------
@@ -194,15 +230,8 @@ def check_dry(recipe: TrainRecipe) -> None:
 @contextmanager
 def makes_a_model(family: str) -> Iterator[None]:
     """Turn what is raised for a wrong value in a recipe's configuration into a `MoesaicError` of one line."""
-    try:
+    with explained_errors(f"model.config: makes no {family} model"):
         yield
-    except (MoesaicError, torch.OutOfMemoryError):
-        raise
-    except _MISTAKES as error:
-        reason = " ".join(str(error).split())[:_REASON]
-        raise MoesaicError(
-            f"model.config: makes no {family} model ({type(error).__name__}: {reason}); correct it"
-        ) from error
 
 
 def make_config(scratch: ScratchModel) -> PreTrainedConfig:
@@ -216,6 +245,7 @@ def make_config(scratch: ScratchModel) -> PreTrainedConfig:
     if model_type not in CONFIG_MAPPING:
         hint = suggest(scratch.family, CONFIG_MAPPING)
         raise MoesaicError(f"model.family: {scratch.family} is no model type of transformers; {hint}")
+    refuse_giant(values, "model.config")
     with makes_a_model(scratch.family):
         return AutoConfig.for_model(model_type, **values)
 
@@ -255,8 +285,8 @@ def load_run_tokenizer(recipe: TrainRecipe) -> PreTrainedTokenizerBase:
         source = {"pretrained_model_name_or_path": name, "revision": revision or "main"}
     try:
         return AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().partition("\n")[0]
+    except Exception as error:  # the tokenizers package raises bare ones
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise MoesaicError(f"tokenizer: {recipe.tokenizer}: cannot be loaded ({reason})") from error
 
 

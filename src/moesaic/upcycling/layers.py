@@ -98,6 +98,8 @@ class MoELayer:
     """Shared experts, concatenated to one FFN of width S*F."""
     groups: tuple[int, ...] | None
     """Group of each expert for `one_per_group` routing; None for plain top-k."""
+    scaling: float
+    """Factor on the routing weights, in w_k already."""
 
 
 def build_layer(spec: LayerSpec, layer: int, ffns: Sequence[ExpertWeights[Tensor]]) -> MoELayer:
@@ -107,6 +109,7 @@ def build_layer(spec: LayerSpec, layer: int, ffns: Sequence[ExpertWeights[Tensor
         experts=ExpertWeights.stack(routed_experts(spec, layer, ffns)),
         shared=shared_experts(spec, ffns[BASE]),
         groups=spec.groups,
+        scaling=spec.factors.weights,
     )
 
 
@@ -267,5 +270,7 @@ def _meta_model(config: str) -> Any:
     """The base's class without memory for its parameters."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.device("meta"):
+    from moesaic.loading import explained_errors
+
+    with torch.device("meta"), explained_errors("config.json of the base: transformers cannot use a value in it"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(config)))

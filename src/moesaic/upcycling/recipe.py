@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from moesaic.common.errors import MoesaicError
-from moesaic.upcycling.method import DropIndices, RouterInit, RoutingRule
+from moesaic.upcycling.method import DropIndices, RouterInit, RoutingRule, Weighting
 from moesaic.upcycling.methods import METHODS
 
 if TYPE_CHECKING:
     MethodName = str
 else:
     MethodName = Literal[tuple(METHODS)]
-Weighting = Literal["selected", "all"]
 Scale = Literal["exact", "paper", "none"]
 SharedWeights = Literal["mean", "base", "random-specialist", "reinit"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -37,41 +36,42 @@ class UpcycleRecipe:
     """
 
     base: str
-    """The dense base: folder, or hub id `org/name[@revision]`."""
+    """Dense checkpoint: folder, or hub id org/name[@revision]."""
     method: MethodName
-    """How experts are made; `upcycling.methods.METHODS` describes each."""
+    """How experts are made."""
     specialists: tuple[Specialist, ...] = ()
-    """One per domain, in the order of their experts. For `btx` and `divmoe` only, at least two."""
+    """A specialist of btx or divmoe, once for each, in the order of experts: a short name and a folder or hub id."""
     experts: int | None = None
-    """E, routed experts per MoE layer. `btx` and `divmoe` derive it (N and N*M); the others default to 8."""
+    """Routed experts per layer. Default: 8; btx and divmoe: specialists times shards."""
     shards: int | None = None
-    """M, contiguous shards that every dense FFN is cut into. Default: 2 for `virtual_group` and `divmoe`, else 1."""
+    """Contiguous parts that each FFN is cut into. Default: 2 for virtual_group and divmoe, else 1."""
     top_k: int | None = None
-    """K, experts that each token uses. Default: max(2, M), but at most what the routing rule allows."""
+    """Experts that each token uses. Default: 2, or the number of shards if larger; at most what the routing allows."""
     shared_experts: int = 0
-    """S, copies of the base's whole FFN that every token uses beside the routed experts."""
+    """Copies of the base's whole FFN that every token uses as well."""
     routing: RoutingRule | None = None
-    """Which experts may be chosen together. Default: `one_per_group` for `divmoe`, else `topk`."""
-    weighting: Weighting = "selected"
-    """Softmax over the selected experts, or over all without renormalisation."""
+    """Which experts may be chosen together. Default: one_per_group for divmoe, else topk."""
+    weighting: Weighting | None = None
+    """Softmax over the selected experts, or over all without renormalisation. Default: all for sparse and btx
+    with one expert per token, where selected would teach the router nothing; else selected."""
     router_init: RouterInit = "auto"
-    """First values of the router. `auto`: the ones that keep the strongest statement about the result."""
+    """First router rows; auto keeps the strongest statement about the result."""
     router_std: float = 0.02
-    """Standard deviation of random router rows (of the base rows, for `tied` and `latin_square`)."""
+    """Standard deviation of random router rows (of the base rows, for tied and latin_square)."""
     scale: Scale = "exact"
-    """`exact`: down_proj times what the weighting takes; `paper`: equation 5 of DivMoE; `none`. Not for scratch."""
+    """Factor: exact (on the routing weights), paper (on expert weights, DivMoE's equation 5), none. Not for scratch."""
     shared_weights: SharedWeights | None = None
-    """Everything that does not become an expert. Default: `mean` for `btx` and `divmoe`, else `base`."""
+    """Weights outside the experts. Default: mean for btx and divmoe, else base."""
     drop_ratio: float = 0.5
-    """Share of each expert's intermediate neurons that `drop` draws again, in [0, 1]."""
+    """Share of each expert's intermediate neurons that drop draws again, 0 to 1."""
     drop_indices: DropIndices = "per-expert"
     """One set of dropped neurons per expert (the paper), or a fresh set per matrix (public code)."""
     layers: str = "all"
-    """Layers that become MoE: `all`, `every:n` (i+1 divisible by n) or zero-based ranges such as `1-10,12`."""
+    """Layers that become MoE, counted from 0: all, every:2 (every second one) or ranges such as 1-10,12."""
     dtype: DtypeName = "auto"
-    """Data type of the result; `auto` keeps the base's."""
+    """Data type of the result; auto is the base's."""
     shard_size: str = "5GB"
-    """Largest file of weights, with a unit (`500MB`, `5GB`, `2GiB`) or a number of bytes."""
+    """Largest weight file: 500MB, 5GB, 2GiB, or a number of bytes."""
     seed: int = 0
     """Seed of every random number; not negative."""
     allow_nonfinite: bool = False

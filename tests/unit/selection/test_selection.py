@@ -8,7 +8,8 @@ import pytest
 from moesaic.common.errors import MoesaicError
 from moesaic.families.identity import SourceModel
 from moesaic.routing.subset import Selection, check_counts, load_selection, save_selection
-from moesaic.selection.select import best_experts, compare_selections, parse_keep, union_selections
+from moesaic.selection.select import best_experts, compare_selections, parse_keep, select, union_selections
+from tests.tiny_moes import save_tiny_moe
 
 SOURCE = SourceModel(
     name="m", revision=None, model_type="olmoe", num_experts=6, top_k=2, num_groups=1, layers=(0, 2), sample_hash="ab"
@@ -45,14 +46,14 @@ def test_written_and_read_again(tmp_path):
         ({"kept": [[0, 1], []]}, "kept in layer 2: no expert"),
         ({"kept": [[0, 1], [2, 1]]}, r"kept in layer 2: expert ids must rise, got \[2, 1\]"),
         ({"kept": [[0, 6], [1, 2]]}, "kept in layer 0: expert ids must be from 0 to 5"),
-        ({"kept": [[0, 1.5], [1, 2]]}, "expert ids must be whole numbers"),
-        ({"kept": 3}, "a value of the wrong type"),
+        ({"kept": [[0, 1.5], [1, 2]]}, r"kept\.0\.1: expected a whole number, got 1\.5"),
+        ({"kept": 3}, "kept: expected a list, got 3"),
         ({"scores": [[1, 2], [3, 4]]}, "layer 0 has 2 scores for 6 experts"),
-        ({"scores": [[1, 2, 3, 4, 5, 1e999]] * 2}, "score that is not a finite number"),
+        ({"scores": [[1, 2, 3, 4, 5, 1e999]] * 2}, r"scores\.0\.5: expected a finite number, got inf"),
         ({"layers": [0, 1]}, "are not the MoE layers of its source"),
         ({"routing_mass_kept": [2, 0]}, "share outside 0 to 1"),
-        ({"extra": 1}, "unknown key 'extra'"),
-        ({"source": {"name": "m"}}, '"source" must be an object'),
+        ({"extra": 1}, "extra: unknown key"),
+        ({"source": {"name": "m"}}, "source.revision: this key is required and missing"),
     ],
 )
 def test_a_file_that_contradicts_itself_is_refused(tmp_path, change, message):
@@ -69,7 +70,7 @@ def test_a_missing_key_is_named(tmp_path):
     document = selection([0, 5], [1, 2]).to_json()
     del document["scores"]
     (tmp_path / "s.json").write_text(json.dumps(document))
-    with pytest.raises(MoesaicError, match="has no 'scores'"):
+    with pytest.raises(MoesaicError, match="scores: this key is required and missing"):
         load_selection(tmp_path / "s.json")
 
 
@@ -122,3 +123,23 @@ def test_our_groups_must_leave_one_expert_for_each_active_one():
     with pytest.raises(MoesaicError, match="s: keeps experts of 1 groups in MoE layer 1, but one_per_group needs 2"):
         check_counts(SOURCE, config, [[0, 3], [1, 2]], top_k=None, where="s")
     assert check_counts(SOURCE, config, [[0, 3], [1, 2]], top_k=1, where="s") == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "shared"), [("qwen2_moe", 1), ("deepseek_v2", 2), ("granitemoeshared", 1), ("olmoe", 0)]
+)
+def test_keep_counts_routed_experts_and_keep_total_all(tmp_path, family, shared):
+    """Row 13 of docs/peers.md."""
+    config = {"n_shared_experts": 2} if family == "deepseek_v2" else {}
+    source = save_tiny_moe(tmp_path / "moe", family, **config)
+    for kept, asked in ((4, {"keep": 4}), (4, {"keep_total": 4 + shared}), (4, {"keep": "50%"})):
+        assert select(source, method="random", **asked).counts[0] == kept
+    with pytest.raises(MoesaicError, match="--keep-total 99: must be from 1 to"):
+        select(source, method="random", keep_total=99)
+    with pytest.raises(MoesaicError, match="--keep, --keep-total: give one of the two"):
+        select(source, method="random", keep_total=4, keep=4)
+
+
+def test_a_quarter_of_127_routed_and_1_shared():
+    assert parse_keep("25%", 127) == 32
+    assert parse_keep("25%", 127 + 1) - 1 == 31
