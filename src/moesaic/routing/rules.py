@@ -20,6 +20,7 @@ from moesaic.modeling.modeling_moesaic import (
     biased_scores,
     expert_weights,
     group_members,
+    probabilities,
     route_one_per_group,
     route_topk,
 )
@@ -73,7 +74,7 @@ class RoutingDecision:
         Computed in `dtype`, by default that of the logits.
         """
         logits_TE = self.masked_logits_TE
-        return PROBABILITIES[self.weighting](logits_TE if dtype is None else logits_TE.to(dtype))
+        return probabilities(logits_TE if dtype is None else logits_TE.to(dtype), self.weighting)
 
 
 def mask_logits(
