@@ -29,7 +29,8 @@ def check_place(target: str | Path, kind: Kind = "folder") -> Path:
         raise MoesaicError(f"OUT {str(target)!r}: has a NUL character, which no path has; choose another name")
     final = path.absolute()
     _refuse_kind(final, path, kind)
-    nearest = final if final.is_dir() else next(folder for folder in final.parents if os.path.lexists(folder))
+    there = os.path.isdir(final)  # noqa: PTH112  # Path.is_dir raises where a folder above cannot be entered
+    nearest = final if there else next(folder for folder in final.parents if os.path.lexists(folder))
     if not nearest.is_dir():
         raise MoesaicError(f"{path}: {nearest} is a file, not a folder; choose another target")
     space = os.statvfs(nearest)
@@ -46,7 +47,7 @@ def _refuse_kind(final: Path, said: Path, kind: Kind) -> None:
     """Refuse what is there and is neither file nor folder, a folder for a file, and names that no disk takes."""
     try:
         os.lstat(final)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # `check_place` says what cannot be entered
         return
     except OSError as error:
         why = "the name is too long" if error.errno == errno.ENAMETOOLONG else error.strerror
