@@ -9,8 +9,8 @@ from moesaic.cli.options import Json, Quiet
 from moesaic.cli.output import print_result
 from moesaic.common.errors import MoesaicError, suggest
 from moesaic.common.recipe import recipe_values
-from moesaic.families.family import COLUMNS, YES, MoEFamily
-from moesaic.families.moe_table import support
+from moesaic.families.family import COLUMNS, YES, MoEFamily, our_base
+from moesaic.families.moe_table import OURS, support
 from moesaic.recipes import read_recipe, shipped_recipes
 
 FAMILIES_HELP = {
@@ -43,7 +43,7 @@ def families(
 
 
 def _find(family: str, rows: tuple[MoEFamily, ...]) -> MoEFamily:
-    name = "moesaic_*" if family.startswith("moesaic_") else family
+    name = family if our_base(family) is None else OURS.model_type
     for row in rows:
         if row.model_type == name:
             return row

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import logging
 
 from moesaic.checkpoint.lazy import Lazy, Region
 from moesaic.checkpoint.pio import opened, read_into
@@ -25,6 +24,7 @@ from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.numbers import NotFiniteError
+from moesaic.common.progress import no_library_bars
 from moesaic.families.moe import ROUTER_ROLES, MoELayerTensors, detect_running
 from moesaic.loading import explained_errors, load_config
 from moesaic.modeling.finite import first_not_finite, is_finite
@@ -147,7 +147,7 @@ class StreamedModel:
             dtype_plan=self._model._get_dtype_plan(self._dtype),
             weight_mapping=self._conversions,
         )
-        with _silent():
+        with no_library_bars():
             convert_and_load_state_dict_in_model(self._model, state, config)
         for module in modules:
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -188,18 +188,6 @@ def _recording(layers: nn.ModuleList) -> Iterator[list[tuple[Tensor, dict[str, A
         for layer in layers:
             stack.enter_context(replaced_forward(layer, record))
         yield calls
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """No progress bar of transformers for every layer."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def make_batches(sequences: Sequence[Sequence[int]], *, size: int, padding_id: int) -> Iterator[Batch]:
