@@ -187,16 +187,25 @@ def _values(size: Size) -> dict[str, Any]:
 
 def _dense(size: Size, dtype: torch.dtype) -> Any:
     config = transformers.Qwen3Config(**_values(size))
-    return transformers.Qwen3ForCausalLM(config).to(DEVICE, dtype)
+    model: Any = transformers.Qwen3ForCausalLM(config)
+    return model.to(DEVICE, dtype)
 
 
 def _moesaic(size: Size, dtype: torch.dtype) -> Any:
-    moe = {"num_experts": size.experts, "num_experts_per_tok": size.active, "moe_intermediate_size": size.width}
+    moe: dict[str, Any] = {
+        "num_experts": size.experts,
+        "num_experts_per_tok": size.active,
+        "moe_intermediate_size": size.width,
+    }
     return MoesaicQwen3ForCausalLM(MoesaicQwen3Config(**_values(size), **moe)).to(DEVICE, dtype)
 
 
 def _native(size: Size, dtype: torch.dtype) -> Any:
-    moe = {"num_experts": size.experts, "num_experts_per_tok": size.active, "moe_intermediate_size": size.width}
+    moe: dict[str, Any] = {
+        "num_experts": size.experts,
+        "num_experts_per_tok": size.active,
+        "moe_intermediate_size": size.width,
+    }
     model: Any = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_values(size), **moe))
     model.set_experts_implementation("grouped_mm")
     return model.to(DEVICE, dtype)
