@@ -119,7 +119,7 @@ def rows_file(path: Path) -> DataFile:
         MoesaicError: its name does not say how it is to be read.
     """
     name = path.with_suffix("") if path.suffix in COMPRESSED else path
-    known = SUFFIXES | {".csv": "csv"}
+    known: dict[str, Format] = {**SUFFIXES, ".csv": "csv"}
     kind = known.get(name.suffix)
     if kind is None or kind == "text":
         raise MoesaicError(f"{path}: rows of a task are .jsonl, .parquet or .csv, {' or '.join(COMPRESSED)} included")
@@ -189,21 +189,32 @@ def _read_jsonl(file: DataFile, _fields: Fields, tick: Tick) -> Iterator[Record]
 
 
 def _read_text(file: DataFile, fields: Fields, tick: Tick) -> Iterator[Record]:
-    parts, size = [], 0
-    for chunk in _chunks(file.path, tick):
-        parts.append(chunk)
-        size = _add(size, chunk, str(file.path))
-    content = b"".join(parts).removeprefix(_BYTE_ORDER_MARK)
+    content = _whole(file, tick)
     yield Record(str(file.path), {(fields or ("text",))[0]: _text(content, str(file.path))})
 
 
 def _read_csv(file: DataFile, _fields: Fields, tick: Tick) -> Iterator[Record]:
-    content = b"".join(_chunks(file.path, tick)).removeprefix(_BYTE_ORDER_MARK)
-    for number, values in enumerate(csv.DictReader(io.StringIO(_text(content, str(file.path)))), start=1):
-        where = f"{file.path}: row {number}"
-        if None in values or None in values.values():
-            raise MoesaicError(f"{where}: has another number of fields than the first line names; put texts in quotes")
-        yield Record(where, values)
+    number = 0
+    try:
+        for number, values in enumerate(
+            csv.DictReader(io.StringIO(_text(_whole(file, tick), str(file.path)))), start=1
+        ):
+            where = f"{file.path}: row {number}"
+            if None in values or None in values.values():
+                raise MoesaicError(
+                    f"{where}: has another number of fields than the first line names; put texts in quotes"
+                )
+            yield Record(where, values)
+    except csv.Error as error:
+        raise MoesaicError(f"{file.path}: after row {number}: not a table with commas ({error})") from error
+
+
+def _whole(file: DataFile, tick: Tick) -> bytes:
+    parts, size = [], 0
+    for chunk in _chunks(file.path, tick):
+        parts.append(chunk)
+        size = _add(size, chunk, str(file.path))
+    return b"".join(parts).removeprefix(_BYTE_ORDER_MARK)
 
 
 def _text(content: bytes, where: str) -> str:
