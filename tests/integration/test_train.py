@@ -315,10 +315,10 @@ def test_a_routing_loss_on_a_dense_model_is_refused(tmp_path):
         run(recipe, tmp_path / "out")
 
 
-def test_a_tokenizer_that_is_larger_than_the_model_is_refused(tmp_path):
+def test_text_with_tokens_that_the_model_lacks_is_refused(tmp_path):
     recipe = tiny_recipe(tmp_path / "in")
     recipe["model"] = recipe["model"] | {"config": DENSE | {"vocab_size": 20}}
-    with pytest.raises(MoesaicError, match="tokenizer: has 43 tokens, but the model's vocab_size is 20"):
+    with pytest.raises(MoesaicError, match=r"math\.jsonl: its tokenizer gives token 39, but the model has only 20"):
         run(recipe, tmp_path / "out")
 
 

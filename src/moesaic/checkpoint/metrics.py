@@ -42,7 +42,8 @@ class Step:
     step: Count
     tokens: Count
     """Of the run so far."""
-    loss: Measured
+    loss: Measured | None
+    """None where nothing was predicted."""
     domain_loss: dict[str, Measured]
     grad_norm: Measured
     lr: Measured

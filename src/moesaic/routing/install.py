@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.families.moe_table import MOE_FAMILIES
-from moesaic.routing.config import RuleConfig
+from moesaic.routing.config import RULES_WORK_ON, RuleConfig
 from moesaic.routing.pools import RoutingContext
 from moesaic.routing.rules import RouterSettings, RoutingDecision, build_rule, decide
 
@@ -260,7 +260,6 @@ def find_routers(model: nn.Module) -> list[tuple[nn.Module, RouterSettings]]:
             found.append((module, _settings(module, name)))
     if not found:
         raise MoesaicError(
-            f"{type(model).__name__} has no router that training rules work on; they work on our own architecture, "
-            "OLMoE, FlexOlmo, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Mixtral and Granite-MoE"
+            f"{type(model).__name__} has no router that training rules work on; take a model of {RULES_WORK_ON}"
         )
     return found

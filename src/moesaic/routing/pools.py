@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from moesaic.common.errors import MoesaicError
 from moesaic.common.seeds import draw_integers, fold_key
 from moesaic.modeling.modeling_moesaic import probabilities
 from moesaic.routing.config import RuleConfig
@@ -116,11 +115,7 @@ class DocumentPool(TopK):
 
     def __init__(self, config: RuleConfig, settings: RouterSettings) -> None:
         super().__init__(config, settings)
-        if settings.groups is not None:
-            raise MoesaicError(
-                "routing.rule: document_pool trains a model that routes by plain top-k at inference, but this one has "
-                "routing_rule one_per_group; set routing_rule to topk in its config.json first"
-            )
+        config.refuse_groups(settings.groups)
         self.low, self.high = config.pool_range(top_k=settings.top_k, num_experts=settings.num_experts)
         self.per_layer = config.pool_draw == "document_and_layer"
 

@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from moesaic.common.errors import MoesaicError
 from moesaic.modeling.modeling_moesaic import (
     biased_scores,
     expert_weights,
@@ -24,7 +23,7 @@ from moesaic.modeling.modeling_moesaic import (
     route_one_per_group,
     route_topk,
 )
-from moesaic.routing.config import RULES, GroupScore, RuleConfig
+from moesaic.routing.config import RULES, GroupScore, RuleConfig, check_groups
 
 if TYPE_CHECKING:
     from moesaic.routing.pools import RoutingContext
@@ -134,12 +133,7 @@ class OnePerGroup(Rule):
     def __init__(self, config: RuleConfig, settings: RouterSettings) -> None:
         super().__init__(config, settings)
         groups = config.expert_groups or settings.groups
-        if groups is None:
-            raise MoesaicError(
-                "routing.rule: one_per_group needs to know the group of each expert, and this model's config.json has "
-                "no expert_groups; give them as routing.expert_groups"
-            )
-        _check_groups(groups, settings)
+        groups = check_groups(groups, num_experts=settings.num_experts, top_k=settings.top_k)
         self.score = config.group_score or settings.group_score
         self._members = group_members(list(groups))
         self._members_on: dict[torch.device, Tensor] = {}
@@ -194,15 +188,3 @@ def decide(
         allowed_TE=allowed_TE,
         weighting=rule.settings.weighting,
     )
-
-
-def _check_groups(groups: tuple[int, ...], settings: RouterSettings) -> None:
-    if len(groups) != settings.num_experts:
-        raise MoesaicError(
-            f"routing.expert_groups: {len(groups)} entries for {settings.num_experts} experts; name a group for each"
-        )
-    if len(set(groups)) < settings.top_k:
-        raise MoesaicError(
-            f"routing.expert_groups: {len(set(groups))} groups, but {settings.top_k} experts per token must come from "
-            "different groups; name more groups"
-        )

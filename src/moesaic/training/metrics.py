@@ -185,4 +185,5 @@ def _figures(line: Mapping[str, Any]) -> str:
     speed = f"{timing['tokens_per_second']:,.0f} tokens/s, {timing['flops_per_second'] / 1e9:,.1f} GFLOP/s"
     if "mfu" in timing:
         speed += f" ({100 * timing['mfu']:.1f}% of peak)"
-    return f"loss {line['loss']:.4f}, gradient {line['grad_norm']:.3g}, lr {line['lr']:.3g}, {speed}"
+    loss = "no loss (nothing is predicted)" if line["loss"] is None else f"loss {line['loss']:.4f}"
+    return f"{loss}, gradient {line['grad_norm']:.3g}, lr {line['lr']:.3g}, {speed}"

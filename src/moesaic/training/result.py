@@ -10,10 +10,12 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from moesaic.checkpoint.config_file import CONFIG_FILE, needs, with_source_keys, write_config
 from moesaic.checkpoint.output import require_disk
 from moesaic.checkpoint.pio import explained, sync_path
 from moesaic.checkpoint.reader import DTYPE_CODES
-from moesaic.checkpoint.record import copy_side_files, read_provenance, source_record, write_provenance
+from moesaic.checkpoint.record import copy_side_files, read_provenance, source_record, write_card, write_provenance
+from moesaic.checkpoint.same_tokens import keep_ids
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter, OutputTensor, plan_files
 from moesaic.common.progress import warn
@@ -28,12 +30,12 @@ from moesaic.modeling.names import modeling_file
 from moesaic.routing.install import OWN_BIAS
 from moesaic.training.folder import remove
 from moesaic.training.recipe import TrainRecipe
-from moesaic.training.start import DTYPES, Trainable
+from moesaic.training.start import DTYPES, Trainable, token_ids
 
 if TYPE_CHECKING:
     from moesaic.training.session import Session
 
-LAST_FILE = "config.json"  # without it a folder isn't a checkpoint
+LAST_FILE = CONFIG_FILE  # without it a folder isn't a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +90,15 @@ def write_result(run: "Session", tensors: Mapping[str, Tensor]) -> None:
         aside.mkdir()
     on_disk = revert_weight_conversion(trainable.model, dict(tensors) | own_biases(trainable))
     digest = write_weights(on_disk, aside)
-    _write_config(trainable, aside)
-    sources = _write_side_files(run, aside)
-    with explained(aside):
-        (aside / "README.md").write_text(_card(run, on_disk), encoding="utf-8")
+    text = trainable.config.get_text_config()
+    ids = token_ids(recipe, text.to_dict(), run.tokenizer)
+    for key, value in ids.items():
+        setattr(text, key, value)
+    config = _write_config(run, aside)
+    sources = _write_side_files(run, aside, ids)
+    if differs := keep_ids(run.tokenizer, aside):
+        warn(differs)
+    write_card(aside, _card(run, on_disk) + needs(config))
     write_provenance(
         aside,
         verb="train",
@@ -178,9 +185,14 @@ def write_weights(tensors: Mapping[str, Tensor], folder: Path, values: Callable[
         return writer.finish().weights_hash
 
 
-def _write_config(trainable: Trainable, folder: Path) -> None:
+def _write_config(run: "Session", folder: Path) -> dict[str, Any]:
+    """Write config.json, with all that the source's said, and the code of our architecture; returns what was written.
+
+    Training's own switches are not in it: `trainable.config` is not the config of the model that trains.
+    """
+    trainable, recipe = run.trainable, run.recipe
     config = trainable.config
-    config.dtype = DTYPES[trainable.recipe.precision]
+    config.dtype = DTYPES[recipe.precision]
     config.architectures = [type(trainable.model).__name__.removeprefix("FSDP")]
     if getattr(config, PREDICTION_KEY, None):
         setattr(config, PREDICTION_KEY, 0)  # transformers does not load such layers, so the result has none
@@ -188,10 +200,13 @@ def _write_config(trainable: Trainable, folder: Path) -> None:
     if ours:
         for key, value in (_inference_rule(trainable) | {"selection_bias": bool(own_biases(trainable))}).items():
             setattr(config, key, value)
-    with explained(folder):
-        config.save_pretrained(folder)
-        if ours:
+    source = open_checkpoint(recipe.model).config if isinstance(recipe.model, str) and not run.expansions else {}
+    written = with_source_keys(config.to_diff_dict(), source)
+    write_config(folder, written)
+    if ours:
+        with explained(folder):
             shutil.copyfile(modeling_file(), folder / modeling_file().name)
+    return written
 
 
 def _inference_rule(trainable: Trainable) -> dict[str, Any]:
@@ -205,7 +220,7 @@ def _inference_rule(trainable: Trainable) -> dict[str, Any]:
     return {"routing_rule": rule.rule} | {key: value for key, value in given.items() if value is not None}
 
 
-def _write_side_files(run: "Session", folder: Path) -> list[dict[str, Any]]:
+def _write_side_files(run: "Session", folder: Path, ids: Mapping[str, int | None]) -> list[dict[str, Any]]:
     """Copy what comes along from the source, write the tokenizer where it is another; return the sources' records."""
     recipe, records = run.recipe, []
     generation = GenerationConfig.from_model_config(run.trainable.config)
@@ -218,6 +233,8 @@ def _write_side_files(run: "Session", folder: Path) -> list[dict[str, Any]]:
             return records
         # Not the model's own, which a resumed or grown one may not have from there.
         generation = load_generation_config(checkpoint.path) or generation
+    for key, value in ids.items():
+        setattr(generation, key, value)
     with explained(folder):
         run.tokenizer.save_pretrained(folder)
         _save_generation(generation, folder)

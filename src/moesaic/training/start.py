@@ -1,7 +1,7 @@
 """What a run starts from: the model, loaded or drawn, its rule, its tokenizer, fp32 masters and the optimizer."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,16 +21,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError, suggest
-from moesaic.common.progress import no_library_bars, notice
+from moesaic.common.progress import no_library_bars, notice, warn
 from moesaic.data.packing import keeps_documents_apart
+from moesaic.data.tokenise import Encoder
 from moesaic.families.config_values import refuse_giant
 from moesaic.families.family import our_base
-from moesaic.loading import explained_errors, load, load_config, load_tokenizer
+from moesaic.loading import explained_errors, load, load_config, load_tokenizer, refuse_unknown_architecture
 from moesaic.routing.capture import find_blocks
 from moesaic.routing.gradient import RouterChoices, gradient_warning
 from moesaic.routing.install import Installation, find_installation, install, take_own_biases
 from moesaic.routing.restrict import INSTALLED
 from moesaic.routing.rules import OnePerGroup
+from moesaic.training.fit import needs_routers, refuse_misfit
 from moesaic.training.optimizer import MasterWeights, build_optimizer, describe_trainable, freeze
 from moesaic.training.parallel import World, distributed_config, reshard, whole
 from moesaic.training.recipe import Precision, ScratchModel, TrainRecipe, scratch_config
@@ -42,6 +44,9 @@ Start = str | Path | ScratchModel | PreTrainedConfig
 
 _UNDECLARED = {"head_dim", "partial_rotary_factor", "sliding_window_pattern", "mlp_bias"}
 """What several families, or our experts (`mlp_bias`), read though the configuration's class does not declare it."""
+
+TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""What a config and a generation_config say of the tokenizer."""
 
 _REASON = 200
 """Characters of another library's error that are shown."""
@@ -68,13 +73,11 @@ class Trainable:
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in parameters}
 
 
-def build_trainable(
-    recipe: TrainRecipe, out: Path, world: World, *, start: Start, tokenizer: PreTrainedTokenizerBase, quiet: bool
-) -> Trainable:
+def build_trainable(recipe: TrainRecipe, out: Path, world: World, *, start: Start, quiet: bool) -> Trainable:
     """Load or make what a run of `recipe` trains; new weights that several ranks share pass through `out`.
 
     Raises: `MoesaicError` for a checkpoint that can't be read, a configuration that makes no model, a rule or a loss
-    that needs routers where the model has none, a tokenizer that is too large.
+    that needs routers where the model has none.
     """
     if isinstance(start, (str, Path)):
         config = load_config(open_checkpoint(start).path, str(start))
@@ -84,7 +87,6 @@ def build_trainable(
         model = _from_scratch(recipe, config, out, world)
     if our_base(config.model_type) is not None:
         config.selection_bias = False  # while it trains, the bias is the installation's
-    model.config.use_cache = False
     with makes_a_model(start.family) if isinstance(start, ScratchModel) else nullcontext():
         _refuse_leaking_documents(model)
     installation = _install(model, recipe)
@@ -95,7 +97,6 @@ def build_trainable(
     if recipe.compile:
         for layer in model.base_model.layers:  # pyright: ignore[reportGeneralTypeIssues]
             layer.compile()
-    _refuse_larger_vocabulary(tokenizer, config.get_text_config().vocab_size)
     freeze(model.train(), recipe.optimizer.frozen)
     notice(describe_trainable(model), quiet=quiet)
     copies = DTYPES[recipe.precision] if recipe.precision != "fp32" and world.size == 1 else None
@@ -155,11 +156,10 @@ def _install(model: PreTrainedModel, recipe: TrainRecipe) -> Installation | None
     losses = recipe.losses
     if losses.bias_balancing is not None and bias is None:
         bias = True
-    needed = recipe.routing.rule is not None or bias is not None or losses.balance is not None or losses.router_z > 0
     try:
         return install(model, rule, selection_bias=bias)
     except MoesaicError:
-        if needed:
+        if bias is not None or needs_routers(recipe):
             raise
         return None
 
@@ -194,6 +194,36 @@ def _all_equal(values_EXX: Tensor) -> bool:
     return bool((values_EXX == values_EXX[:1]).all())
 
 
+# --- before there are weights -----------------------------------------------------------------------------------------
+
+
+def check_start(recipe: TrainRecipe) -> PreTrainedConfig:
+    """Refuse what does not fit the model that a recipe starts from, without weights and data; return its config."""
+    if isinstance(recipe.model, str):
+        checkpoint = open_checkpoint(recipe.model)
+        refuse_unknown_architecture(checkpoint.config, recipe.model)
+        config = load_config(checkpoint.path, recipe.model)
+    else:
+        config = make_config(recipe.model)
+    refuse_misfit(recipe, config.get_text_config().to_dict())
+    return config
+
+
+def check_dry(recipe: TrainRecipe) -> None:
+    """`check_start`, and what making a model and loading a tokenizer that is here would refuse."""
+    if isinstance(recipe.model, ScratchModel):
+        refuse_unknown_keys(recipe.model)
+    config = check_start(recipe)
+    if isinstance(recipe.model, ScratchModel):
+        with torch.device("meta"), makes_a_model(recipe.model.family):
+            AutoModelForCausalLM.from_config(config)
+    here = recipe.model if recipe.tokenizer is None else recipe.tokenizer
+    if Path(str(here)).is_dir():
+        tokenizer = load_run_tokenizer(recipe)
+        warn_of_other_ids(recipe, tokenizer)
+        Encoder(tokenizer)
+
+
 # --- models from random weights ---------------------------------------------------------------------------------------
 
 
@@ -209,7 +239,8 @@ def make_config(scratch: ScratchModel) -> PreTrainedConfig:
 
     Raises: `MoesaicError` for a family that is unknown, or a value that its class does not take.
     """
-    values: dict[str, Any] = scratch_config(scratch)
+    # A family's own padding id is a token of another tokenizer: its row would be zero and never learn.
+    values: dict[str, Any] = {"pad_token_id": None} | scratch_config(scratch)
     model_type = values.pop("model_type")
     if model_type not in CONFIG_MAPPING:
         hint = suggest(scratch.family, CONFIG_MAPPING)
@@ -259,10 +290,35 @@ def load_run_tokenizer(recipe: TrainRecipe) -> PreTrainedTokenizerBase:
         raise MoesaicError(f"tokenizer: {recipe.tokenizer}: cannot be loaded ({reason})") from error
 
 
-def _refuse_larger_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding for."""
-    if len(tokenizer) > vocab_size:
-        raise MoesaicError(
-            f"tokenizer: has {len(tokenizer):,} tokens, but the model's vocab_size is {vocab_size:,}; "
-            "use the tokenizer that belongs to the model"
-        )
+def token_ids(recipe: TrainRecipe, config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Which tokens begin, end and pad a text: keys of a config whose value is to be the tokenizer's.
+
+    None of a model with its own tokenizer. Of a model from scratch those that the recipe leaves out or says otherwise;
+    of a model with another tokenizer than its own all, where a text does not end as the documents of the run do.
+
+    Args:
+        recipe: what is trained.
+        config: the model's (text) config.
+        tokenizer: the run's.
+    """
+    if recipe.tokenizer is None:
+        return {}
+    own = {key: getattr(tokenizer, key) for key in TOKEN_KEYS}
+    if isinstance(recipe.model, ScratchModel):
+        given = recipe.model.config
+        return {key: value for key, value in own.items() if key not in given or not _says(given[key], value)}
+    return {} if _says(config.get("eos_token_id"), own["eos_token_id"]) else own
+
+
+def _says(given: Any, token: int | None) -> bool:
+    """Whether what a config gives, an id or several, has the tokenizer's; it may have what the tokenizer has not."""
+    return token is None or token == given or (isinstance(given, list | tuple) and token in given)
+
+
+def warn_of_other_ids(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Say which ids of a recipe's `model.config` are not those of its tokenizer, and so not those of the result."""
+    if isinstance(recipe.model, ScratchModel):
+        given = recipe.model.config
+        for key, value in token_ids(recipe, given, tokenizer).items():
+            if key in given:
+                warn(f"model.config.{key}: is {given[key]}, but the tokenizer's is {value}, which the result says")

@@ -60,7 +60,7 @@ class RunState:
     expansions: list[dict[str, Any]] = field(default_factory=list)
     """What was recorded of each expansion that the model has gone through."""
     reset_step: Count = 0
-    """Steps done when the moments of AdamW were last put to zero."""
+    """Steps done that the moments of AdamW are not made of."""
 
     @property
     def name(self) -> str:
