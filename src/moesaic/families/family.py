@@ -123,6 +123,18 @@ OURS_LAYOUTS = Layouts(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where the slots of experts are, by names below `model.layers.N.`, in every layout that a family is stored in."""
+
+    stacked: Mapping[str, tuple[str, int]]
+    """Name -> role, and axis of the experts."""
+    own: Mapping[str, str]
+    """Name with `{expert}`, of a tensor that each expert has for itself -> role."""
+    shared: tuple[str, ...] = ()
+    """Beginnings of the names of shared experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DenseTwin:
     """The dense model whose class, with our MoE block in place of the FFN, computes what the family computes.
 
@@ -185,8 +197,8 @@ class MoEFamily:
     decides between the two. `scaling_key` multiplies the weights, `group_keys` are the number of groups and of groups
     chosen in group-limited selection, `selection_bias` says that a bias is added to the scores for the selection alone.
 
-    How it is stored: `layouts`; `interleaved`: stacked matrices are (input, output), and the outputs of gate and up
-    alternate.
+    How it is stored: `layouts`; `transposed`: stacked matrices are (input, output); `interleaved`: the outputs of gate
+    and up alternate; without `gated` there is no gate, but `up` and `down` alone.
     """
 
     model_type: str
@@ -199,15 +211,25 @@ class MoEFamily:
 
     experts_key: str
     top_k_key: str = "num_experts_per_tok"
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "unknown"] = "softmax"
     weighting: str = "selected"
     scaling_key: str | None = None
     group_keys: tuple[str, str] | None = None
     selection_bias: bool = False
 
     layouts: Layouts
+    transposed: bool = False
     interleaved: bool = False
+    gated: bool = True
+    places: Places | None = None
+    """None: those of `moe.USUAL`, by names that many families share."""
+    uniform: bool = True
+    """Layers differ in nothing but their FFN, so that a tensor of attention that one layer lacks is missing."""
 
+    derived: bool = False
+    """Read off transformers' class (`derive`), not written here."""
+    returns: Literal["logits", "softmax", "sigmoid"] = "logits"
+    """What the router of transformers gives first: logits, or the scores already."""
     routers: tuple[str, ...] = ()
     """Classes of transformers whose routers our training rules can replace; none where a guess would be wrong."""
     router_weights_in_fp32: bool = False

@@ -212,7 +212,8 @@ _ROWS = (
             "GGUF": "with logits off by 5e-4: llama.cpp rounds the range of YaRN (truncate: false)",
             "vLLM": "not in the CPU build (0.32), which has no kernel for experts with biases",
         },
-        experts_key="num_local_experts", layouts=GPT_OSS_LAYOUTS, interleaved=True, window_every=2,
+        experts_key="num_local_experts", layouts=GPT_OSS_LAYOUTS, transposed=True, interleaved=True,
+        window_every=2,
         no_twin="its attention has sinks and its experts clamp their activations",
         gguf=GgufFacts(
             allowed={"rope": _only("default", "yarn")},

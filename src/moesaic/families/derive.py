@@ -1,0 +1,361 @@
+"""A family's row read off transformers' own class: a tiny model of it is built, and looked at.
+
+What changes its shape with the number of experts has a slot per expert; where each number goes when transformers writes
+a checkpoint says how that is stored; and the router is asked how it decides (`decide`). Needs torch and transformers:
+only `moe_table.family_of` imports this, for a family without a written row.
+
+Letters: E experts, K active.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.common.errors import MoesaicError
+from moesaic.families.decide import Asked, Decision, ask, decision_of
+from moesaic.families.family import Layouts, MoEFamily, Places, Spelling
+from moesaic.families.shrink import EXPERT_KEYS, EXPERTS, GROUP_KEYS, HIDDEN, TOP_K, TOP_K_KEYS, tiny_config
+
+REORDERED = " (reordered)"
+"""End of the role of a tensor whose numbers stand in another order than in the model's own: a slot of it is no slot of
+another layout."""
+
+_MORE = 4
+"""Experts that are added to see what grows."""
+
+_LAYER = re.compile(r"^(?P<before>.*?layers\.)(?P<layer>\d+)\.(?P<rest>.+)$")
+
+_ROUTER_NAMES = ("gate", "router")
+
+_VECTOR_ROLES = {"none": "router_bias", "scores": "selection_bias", "logits": "selection_bias", "weights": "router_scale"}
+
+Code = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Found:
+    """One MoE layer of a tiny model."""
+
+    model: Any
+    experts_name: str
+    router_name: str
+
+    @property
+    def experts(self) -> Any:
+        return self.model.get_submodule(self.experts_name)
+
+    @property
+    def block(self) -> nn.Module:
+        return self.model.get_submodule(self.experts_name.rpartition(".")[0])
+
+    @property
+    def router(self) -> nn.Module:
+        return self.model.get_submodule(self.router_name)
+
+
+@cache
+def derive(model_type: str, flags: tuple[tuple[str, Any], ...] = ()) -> MoEFamily:
+    """The row of a family; `flags` are switches of a checkpoint's config.json that may decide what its router does.
+
+    Raises:
+        MoesaicError: why the family cannot be used, in one line.
+    """
+    about = f"model_type {model_type!r}"
+    found = _find(_tiny(model_type, dict(flags), about), about)
+    config = found.model.config.to_dict()
+    experts_key = _key(config, found.model.config, EXPERT_KEYS, EXPERTS)
+    grown = _tiny(model_type, {**dict(flags), experts_key: EXPERTS + _MORE}, about, device="meta")
+    axes = _axes(found.model, grown, about)
+    asked, decision = _asked(found, config, about)
+    top_k_key = _key(config, found.model.config, TOP_K_KEYS, getattr(found.router, "top_k", TOP_K))
+    roles = _roles(found, axes, asked, decision)
+    places, same = _places(found.model, axes, roles, about)
+    groups = tuple(next((key for key in keys if key in config), "") for keys in GROUP_KEYS)
+    grouped = decision is not None and decision.group_rank != "none"
+    experts = found.experts
+    gated = experts.has_gate
+    return MoEFamily(
+        model_type=model_type,
+        about=type(found.model).__name__.removesuffix("ForCausalLM"),
+        notes=_notes(decision),
+        derived=True,
+        experts_key=experts_key,
+        top_k_key=top_k_key,
+        scoring=decision.scoring if decision is not None else "unknown",
+        weighting=decision.weighting if decision is not None else "all",
+        scaling_key=_scaling_key(config),
+        group_keys=(groups[0], groups[1]) if grouped else None,
+        selection_bias="selection_bias" in roles.values(),
+        layouts=_layouts(places),
+        transposed=experts.is_transposed,
+        interleaved=not experts.is_concatenated,
+        gated=gated,
+        places=places,
+        uniform=same,
+        returns=decision.returns if decision is not None else "logits",
+        routers=(type(found.router).__name__,) if _is_plain(found, decision) else (),
+        router_weights_in_fp32=False,
+        no_twin="only families with a written row become another one",
+    )
+
+
+def flags_of(config: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The switches (true or false, or a word) of a config.json whose names say that they are about routing."""
+    named = re.compile(r"topk|score|scoring|expert|rout|renorm")
+    return tuple(
+        sorted(
+            (key, value)
+            for key, value in config.items()
+            if isinstance(value, (bool, str)) and named.search(key) and not key.startswith("output")
+        )
+    )
+
+
+# --- a tiny model and its parts ---------------------------------------------------------------------------------------
+
+
+def _tiny(model_type: str, values: dict[str, Any], about: str, device: str = "cpu") -> Any:
+    """A tiny model with random weights; a MoesaicError for a family that transformers cannot build so."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device(device), torch.random.fork_rng():
+            return AutoModelForCausalLM.from_config(tiny_config(model_type, **values), dtype=torch.float32).eval()
+    except Exception as error:  # whatever a family's own code raises says the same: it cannot be looked at
+        reason = " ".join(str(error).split())[:160]
+        raise MoesaicError(f"{about}: no tiny model of it can be built to look at ({reason})") from error
+
+
+def _find(model: Any, about: str) -> _Found:
+    """The last MoE layer; refuses a family without one, and one whose experts are not in decoder layers."""
+    names = [name for name, module in model.named_modules() if hasattr(module, "is_concatenated")]
+    if not names:
+        raise MoesaicError(f"{about}: its tiny model has no experts of transformers' experts interface")
+    block = names[-1].rpartition(".")[0]
+    children = dict(model.get_submodule(block).named_children())
+    router = next((name for name in _ROUTER_NAMES if name in children), None)
+    if router is None or not _LAYER.match(names[-1]):
+        raise MoesaicError(f"{about}: no router stands beside its experts {names[-1]}")
+    return _Found(model=model, experts_name=names[-1], router_name=f"{block}.{router}")
+
+
+def _key(config: Mapping[str, Any], settings: Any, keys: tuple[str, ...], value: int) -> str:
+    """The key of a family's config under which the tiny one has a number, the first of `keys` that is written out."""
+    written = [key for key in keys if config.get(key) == value]
+    return written[0] if written else next(key for key in keys if getattr(settings, key, None) == value)
+
+
+def _axes(model: Any, grown: Any, about: str) -> dict[str, int]:
+    """Parameter or buffer -> the axis along which more experts make it longer, by exactly as many.
+
+    Raises:
+        MoesaicError: one grows by something else, or has rows for more than the routed experts.
+    """
+    axes, larger = {}, grown.state_dict()
+    for name, tensor in model.state_dict().items():
+        grows = [
+            axis for axis, (one, other) in enumerate(zip(tensor.shape, larger[name].shape, strict=True)) if one != other
+        ]
+        if not grows:
+            continue
+        axis = grows[0]
+        if len(grows) > 1 or (tensor.shape[axis], larger[name].shape[axis]) != (EXPERTS, EXPERTS + _MORE):
+            raise MoesaicError(
+                f"{about}: {name.rpartition('layers.')[2]} has {tensor.shape[axis]} rows for {EXPERTS} routed experts; "
+                "what has no slot per expert cannot be cut"
+            )
+        axes[name] = axis
+    return axes
+
+
+def _asked(found: _Found, config: Mapping[str, Any], about: str) -> tuple[Asked, Decision | None]:
+    """The router's rule, or None where no reference decides as it does.
+
+    Raises:
+        MoesaicError: the router needs more than hidden states: ids of tokens, or what another layer's router gave.
+    """
+    for module in found.model.modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        if any(not tensor.is_floating_point() and "tid2eid" in name for name, tensor in buffers.items()):
+            raise MoesaicError(f"{about}: routers of its first layers choose experts by a table of token ids")
+    groups = next((int(config[key]) for key in GROUP_KEYS[0] if config.get(key)), 1)
+    chosen = next((int(config[key]) for key in GROUP_KEYS[1] if config.get(key)), 1)
+    try:
+        asked = ask(found.block, found.router.double(), EXPERTS)
+        try:
+            decision = decision_of(asked, hidden=HIDDEN, groups=groups, chosen=chosen)
+        except RuntimeError:  # a router that casts its input to fp32, whatever its own dtype
+            asked = ask(found.block, found.router.float(), EXPERTS)
+            decision = decision_of(asked, hidden=HIDDEN, groups=groups, chosen=chosen)
+    except LookupError as error:
+        raise MoesaicError(f"{about}: {error}, which a model with fewer experts cannot give it") from error
+    found.router.float()
+    return asked, decision
+
+
+def _roles(found: _Found, axes: Mapping[str, int], asked: Asked, decision: Decision | None) -> dict[str, str]:
+    """Name of a parameter with a slot per expert, below its layer -> role."""
+    roles: dict[str, str] = {}
+    vector = _VECTOR_ROLES[decision.bias_on] if decision is not None else "router_scale"
+    experts = _LAYER.match(f"{found.experts_name}.")
+    for name in axes:
+        match = _LAYER.match(name)
+        if match is None:
+            continue
+        rest = match["rest"]
+        within = experts is None and name.startswith(f"{found.experts_name}.")
+        if within or rest.startswith(f"{_below(found.experts_name)}."):
+            roles[rest] = rest.rpartition(".")[2].replace("_proj", "")
+        else:
+            is_vector = found.model.state_dict()[name].numel() == EXPERTS
+            roles[rest] = vector if is_vector else "router"
+    return roles
+
+
+def _below(name: str) -> str:
+    match = _LAYER.match(name)
+    assert match is not None
+    return match["rest"]
+
+
+def _is_plain(found: _Found, decision: Decision | None) -> bool:
+    """Whether our training rules, which know softmax weights of plain logits, can stand in for the router."""
+    if decision is None or (decision.scoring, decision.bias_on, decision.group_rank) != ("softmax", "none", "none"):
+        return False
+    router = found.router
+    names = [name for name, _ in [*router.named_parameters(), *router.named_buffers()]]
+    return names == ["weight"] and decision.returns == "logits" and hasattr(router, "top_k")
+
+
+def _scaling_key(config: Mapping[str, Any]) -> str | None:
+    keys = ("routed_scaling_factor", "route_scale", "router_scaling_factor", "moe_routed_scaling_factor")
+    return next((key for key in keys if key in config), None)
+
+
+def _notes(decision: Decision | None) -> str:
+    if decision is None:
+        return "read off transformers' class; its router decides as no reference does"
+    words = [decision.scoring, "weights of the selected" if decision.weighting == "selected" else "weights as scored"]
+    words += ["a bias for the choice"] if decision.bias_on in ("scores", "logits") else []
+    words += ["groups"] if decision.group_rank != "none" else []
+    return f"read off transformers' class: {', '.join(words)}"
+
+
+# --- how it is stored -------------------------------------------------------------------------------------------------
+
+
+def _places(
+    model: Any, axes: Mapping[str, int], roles: Mapping[str, str], about: str
+) -> tuple[Places, bool]:
+    """Where the slots are, in transformers' own names and in those of its checkpoints; whether layers differ in nothing
+    but their FFN.
+
+    Every number of the model gets one of its own, and is looked for in what would be written.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    own, start = {}, 0
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            own[name] = torch.arange(start, start + tensor.numel(), dtype=torch.float32).reshape(tensor.shape)
+            start += tensor.numel()
+    assert start < 2**24, "fp32 has no more whole numbers"
+    written = revert_weight_conversion(model, dict(own))
+    reader = _Reader(own, axes, roles, about)
+    for code in (own, written):
+        for name, tensor in code.items():
+            reader.read(name, tensor.contiguous())
+    shared = _shared(own, written, axes)
+    places = Places(stacked=reader.stacked, own=reader.single, shared=shared)
+    return places, _is_uniform(written, places)
+
+
+class _Reader:
+    """Finds where the slots of the experts are in tensors of numbers that are all different."""
+
+    def __init__(self, own: Code, axes: Mapping[str, int], roles: Mapping[str, str], about: str) -> None:
+        self.stacked: dict[str, tuple[str, int]] = {}
+        self.single: dict[str, str] = {}
+        self._names = list(own)
+        self._own, self._axes, self._roles, self._about = own, axes, roles, about
+        self._starts = torch.tensor([float(own[name].reshape(-1)[0]) for name in own])
+
+    def read(self, name: str, tensor: Tensor) -> None:
+        """Note the place of a tensor that has slots of experts."""
+        source = int(torch.bucketize(tensor.reshape(-1)[0], self._starts, right=True)) - 1
+        parameter = self._names[source]
+        if parameter not in self._axes:
+            return
+        place, home = _LAYER.match(name), _LAYER.match(parameter)
+        if place is None or home is None or place["layer"] != home["layer"]:
+            raise MoesaicError(f"{self._about}: its checkpoints number layers in another way than its model ({name})")
+        whole, axis = self._own[parameter], self._axes[parameter]
+        number_E = whole.movedim(axis, 0).reshape(EXPERTS, -1)
+        expert = ((tensor - self._starts[source]).long() // _stride(whole, axis)) % EXPERTS
+        role = self._part(self._roles[home["rest"]], parameter, tensor, expert, number_E)
+        slots = [a for a in range(tensor.ndim) if torch.equal(expert, _along(tensor, a))]
+        if slots and tensor.shape[slots[0]] == EXPERTS:
+            self.stacked[place["rest"]] = (role, slots[0])
+        elif expert.unique().numel() == 1:
+            mark = str(int(expert.reshape(-1)[0]))
+            parts = place["rest"].split(".")
+            if mark not in parts:
+                raise MoesaicError(f"{self._about}: {name} belongs to expert {mark}, which its name does not say")
+            parts[parts.index(mark)] = "{expert}"
+            self.single[".".join(parts)] = role
+        else:
+            raise MoesaicError(f"{self._about}: its checkpoints have no slot per expert in {name}")
+
+    def _part(self, role: str, parameter: str, tensor: Tensor, expert: Tensor, number_E: Tensor) -> str:
+        """`role`, or that of the half that the tensor has; marked where its numbers are in another order."""
+        first = int(expert.reshape(-1)[0])
+        slot = tensor[expert == first]
+        all_of_it = number_E[first]
+        if torch.equal(slot, all_of_it):
+            return role
+        halves = {"gate_up": ("gate", "up"), "gate_up_bias": ("gate_bias", "up_bias")}.get(role, ())
+        if self._own[parameter].ndim <= 3:
+            for half, numbers in zip(halves, all_of_it.chunk(2), strict=False):
+                if torch.equal(slot, numbers):
+                    return half
+        return role + REORDERED
+
+
+def _stride(whole: Tensor, axis: int) -> int:
+    return whole.stride(axis)
+
+
+def _along(tensor: Tensor, axis: int) -> Tensor:
+    """For each number of a tensor, its place along an axis."""
+    shape = [1] * tensor.ndim
+    shape[axis] = tensor.shape[axis]
+    return torch.arange(tensor.shape[axis]).reshape(shape).expand(tensor.shape)
+
+
+def _shared(own: Code, written: Code, axes: Mapping[str, int]) -> tuple[str, ...]:
+    """Beginnings of the names of shared experts, which stand beside the routed ones."""
+    marks = re.compile(r"^(?P<start>(?:.+\.)?(?:shared_experts?|shared_mlp|share_expert)(?:_gate)?)\.")
+    rests = [match["rest"] for name in (*own, *written) if (match := _LAYER.match(name)) and name not in axes]
+    return tuple(sorted({match["start"] for rest in rests if (match := marks.match(rest))}))
+
+
+def _is_uniform(written: Code, places: Places) -> bool:
+    """Whether all layers have the same tensors of attention and norms."""
+    by_layer: dict[str, set[str]] = {}
+    for name in written:
+        if (match := _LAYER.match(name)) and re.match(r"self_attn\.|\w*norm\w*\.", match["rest"]):
+            by_layer.setdefault(match["layer"], set()).add(match["rest"])
+    del places
+    return len({frozenset(rests) for rests in by_layer.values()}) == 1
+
+
+def _layouts(places: Places) -> Layouts:
+    """The one spelling that derived families are read and written in: their own."""
+    router = next(name for name, (role, _) in places.stacked.items() if role == "router")
+    spelling = Spelling(router=router)
+    return Layouts(family=spelling, per_expert=None, fused=spelling, reason="it has no written row")
