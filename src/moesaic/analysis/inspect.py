@@ -168,7 +168,12 @@ def _open_routers(checkpoint: Checkpoint) -> MoEModel:
             f"{checkpoint.name}: has no routers to look into: model_type {config.get('model_type')!r} is no MoE family "
             f"known here ({known})"
         )
-    return detect_running(checkpoint)
+    model = detect_running(checkpoint)
+    if model.family.scoring == "unknown":
+        raise MoesaicError(
+            f"{checkpoint.name}: how routers of {config.get('model_type')} turn logits into probabilities is not known"
+        )
+    return model
 
 
 def _model_facts(checkpoint: Checkpoint, model: MoEModel) -> ModelFacts:
@@ -286,7 +291,9 @@ def _inspect_one(prepared: Prepared, index: int, folder: Path, *, quiet: bool) -
 
     recipe, facts, sample = prepared.recipe, prepared.models[index], prepared.sample
     model = load(prepared.checkpoints[index].path, device=recipe.device, dtype=recipe.dtype)
-    capture(model, sample, _shape(facts), folder / _CAPTURE, batch_size=recipe.batch_size, quiet=quiet)
+    row = family_of(prepared.checkpoints[index].config)
+    shape = replace(_shape(facts), returns=row.returns if row is not None else "logits")
+    capture(model, sample, shape, folder / _CAPTURE, batch_size=recipe.batch_size, quiet=quiet)
     del model
     gc.collect()  # modules refer to each other, and the second model needs the memory
     with open_capture(folder / _CAPTURE) as opened:

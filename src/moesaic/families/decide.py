@@ -32,6 +32,11 @@ _GROUP_RANKS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """What a group counts in group-limited selection (DeepSeek-V2, DeepSeek-V3)."""
 
+_WEIGHTINGS = ("selected", "all", "one after the other")
+
+_NEARLY = 0.02
+"""Relative distance from the best logit within which Phi-3.5-MoE shares an expert's weight (twice its jitter, 0.01)."""
+
 _TOLERANCE = 1e-5
 """Relative: routers compute in fp32 whatever the model's dtype. Different rules differ by tenths."""
 
@@ -41,8 +46,9 @@ class Decision:
     """One rule: scores of the logits, plus a bias for the choice alone, in groups or not; then weights."""
 
     scoring: Literal["softmax", "sigmoid"]
-    weighting: Literal["selected", "all"]
-    """The weights sum to a constant, or are the scores times one."""
+    weighting: Literal["selected", "all", "one after the other"]
+    """The weights sum to a constant, or are the scores times one, or each is the share of an expert among those that
+    are nearly as good and not chosen before (Phi-3.5-MoE)."""
     bias_on: Literal["none", "scores", "logits", "weights"]
     """What the number per expert is added to for the choice alone; or (`weights`) what it multiplies."""
     group_rank: str
@@ -72,6 +78,20 @@ class Asked:
         weights_TK = weights_TK.reshape(len(hidden_TD), -1).gather(1, order_TK)
         return values_TE.reshape(len(hidden_TD), -1).double(), weights_TK.double(), ids_TK
 
+    def in_dtype(self, dtype: torch.dtype, hidden: int) -> tuple[Tensor, ...]:
+        """What the router returns for one token, all in one dtype."""
+        before = next(self.router.parameters()).dtype
+        self.router.to(dtype)
+        try:
+            token_TD = torch.ones(1, hidden, dtype=dtype)
+            arguments = [one.to(dtype) for one in self.arguments]
+            try:
+                return self.router(token_TD, *arguments)
+            except ValueError:
+                return self.router(token_TD[None], *arguments)
+        finally:
+            self.router.to(before)
+
 
 def ask(block: nn.Module, router: nn.Module, num_experts: int) -> Asked:
     """Draw everything random in a router and its biases, and find what the block hands to it.
@@ -98,7 +118,9 @@ def ask(block: nn.Module, router: nn.Module, num_experts: int) -> Asked:
 
 def _own(block: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of a module itself."""
-    return {name: tensor for name, tensor in (*block._parameters.items(), *block._buffers.items()) if tensor is not None}
+    return {
+        name: tensor for name, tensor in (*block._parameters.items(), *block._buffers.items()) if tensor is not None
+    }
 
 
 @torch.no_grad()
@@ -134,7 +156,7 @@ def _rules(values_TE: Tensor, biases: dict[str, Tensor], groups: int) -> Iterato
     ranks = ["none", *(_GROUP_RANKS if groups > 1 else ())]
     places = ["none", *(("scores", "logits", "weights") if biases else ())]
     scorings = _SCORES if returns == "logits" else [returns]
-    for scoring, weighting, bias_on, rank in product(scorings, ("selected", "all"), places, ranks):
+    for scoring, weighting, bias_on, rank in product(scorings, _WEIGHTINGS, places, ranks):
         values: dict[str, Any] = {"scoring": scoring, "weighting": weighting, "bias_on": bias_on, "group_rank": rank}
         yield Decision(**values, returns=returns)
 
@@ -155,9 +177,22 @@ def _reference(
         choice_TE = choice_TGM.masked_fill(out_TG[..., None], float("-inf")).flatten(1)
     ids_TK = choice_TE.topk(top_k, dim=-1).indices.sort(dim=-1).values
     weights_TK = scores_TE.gather(1, ids_TK)
+    if rule.weighting == "one after the other":
+        return _one_after_the_other(logits_TE, top_k)
     if rule.weighting == "selected":
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
     return ids_TK, weights_TK * bias_E[ids_TK] if rule.bias_on == "weights" else weights_TK
+
+
+def _one_after_the_other(logits_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    left_TE, chosen = logits_TE.clone(), []
+    for _ in range(top_k):
+        best_T1, id_T1 = left_TE.max(dim=-1, keepdim=True)
+        far_TE = (best_T1 - logits_TE) / logits_TE.abs().maximum(best_T1) > _NEARLY
+        chosen.append((id_T1, left_TE.masked_fill(far_TE, float("-inf")).softmax(dim=-1).gather(1, id_T1)))
+        left_TE = left_TE.scatter(1, id_T1, float("-inf"))
+    ids_TK, order_TK = torch.cat([one for one, _ in chosen], dim=1).sort(dim=-1)
+    return ids_TK, torch.cat([weight for _, weight in chosen], dim=1).gather(1, order_TK)
 
 
 def _is_multiple(expected_TK: Tensor, found_TK: Tensor) -> bool:

@@ -19,11 +19,8 @@ from torch import Tensor, nn
 from moesaic.common.errors import MoesaicError
 from moesaic.families.decide import Asked, Decision, ask, decision_of
 from moesaic.families.family import Layouts, MoEFamily, Places, Spelling
+from moesaic.families.moe import REORDERED
 from moesaic.families.shrink import EXPERT_KEYS, EXPERTS, GROUP_KEYS, HIDDEN, TOP_K, TOP_K_KEYS, tiny_config
-
-REORDERED = " (reordered)"
-"""End of the role of a tensor whose numbers stand in another order than in the model's own: a slot of it is no slot of
-another layout."""
 
 _MORE = 4
 """Experts that are added to see what grows."""
@@ -32,7 +29,12 @@ _LAYER = re.compile(r"^(?P<before>.*?layers\.)(?P<layer>\d+)\.(?P<rest>.+)$")
 
 _ROUTER_NAMES = ("gate", "router")
 
-_VECTOR_ROLES = {"none": "router_bias", "scores": "selection_bias", "logits": "selection_bias", "weights": "router_scale"}
+_VECTOR_ROLES = {
+    "none": "router_bias",
+    "scores": "selection_bias",
+    "logits": "selection_bias",
+    "weights": "router_scale",
+}
 
 Code = Mapping[str, Tensor]
 
@@ -63,6 +65,7 @@ def derive(model_type: str, flags: tuple[tuple[str, Any], ...] = ()) -> MoEFamil
     """The row of a family; `flags` are switches of a checkpoint's config.json that may decide what its router does.
 
     Raises:
+        LookupError: the class has no experts.
         MoesaicError: why the family cannot be used, in one line.
     """
     about = f"model_type {model_type!r}"
@@ -73,12 +76,11 @@ def derive(model_type: str, flags: tuple[tuple[str, Any], ...] = ()) -> MoEFamil
     axes = _axes(found.model, grown, about)
     asked, decision = _asked(found, config, about)
     top_k_key = _key(config, found.model.config, TOP_K_KEYS, getattr(found.router, "top_k", TOP_K))
-    roles = _roles(found, axes, asked, decision)
+    roles = _roles(found, axes, decision)
     places, same = _places(found.model, axes, roles, about)
     groups = tuple(next((key for key in keys if key in config), "") for keys in GROUP_KEYS)
     grouped = decision is not None and decision.group_rank != "none"
-    experts = found.experts
-    gated = experts.has_gate
+    experts, plain = found.experts, _is_plain(found, decision)
     return MoEFamily(
         model_type=model_type,
         about=type(found.model).__name__.removesuffix("ForCausalLM"),
@@ -87,21 +89,29 @@ def derive(model_type: str, flags: tuple[tuple[str, Any], ...] = ()) -> MoEFamil
         experts_key=experts_key,
         top_k_key=top_k_key,
         scoring=decision.scoring if decision is not None else "unknown",
-        weighting=decision.weighting if decision is not None else "all",
+        weighting="selected" if decision is not None and decision.weighting == "selected" else "all",
+        adds_up=_adds_up(config, decision),
         scaling_key=_scaling_key(config),
         group_keys=(groups[0], groups[1]) if grouped else None,
         selection_bias="selection_bias" in roles.values(),
         layouts=_layouts(places),
         transposed=experts.is_transposed,
         interleaved=not experts.is_concatenated,
-        gated=gated,
+        gated=experts.has_gate,
         places=places,
         uniform=same,
         returns=decision.returns if decision is not None else "logits",
-        routers=(type(found.router).__name__,) if _is_plain(found, decision) else (),
-        router_weights_in_fp32=False,
-        no_twin="only families with a written row become another one",
+        routers=(type(found.router).__name__,) if plain else (),
+        router_weights_in_fp32=plain and _weights_in_fp32(asked),
+        no_twin="its class was only looked at: which dense model it is made of is not known",
     )
+
+
+def causal_types() -> frozenset[str]:
+    """The model types that transformers has a causal language model for."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def flags_of(config: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -135,7 +145,7 @@ def _find(model: Any, about: str) -> _Found:
     """The last MoE layer; refuses a family without one, and one whose experts are not in decoder layers."""
     names = [name for name, module in model.named_modules() if hasattr(module, "is_concatenated")]
     if not names:
-        raise MoesaicError(f"{about}: its tiny model has no experts of transformers' experts interface")
+        raise LookupError(f"{about}: its tiny model has no experts of transformers' experts interface")
     block = names[-1].rpartition(".")[0]
     children = dict(model.get_submodule(block).named_children())
     router = next((name for name in _ROUTER_NAMES if name in children), None)
@@ -166,7 +176,7 @@ def _axes(model: Any, grown: Any, about: str) -> dict[str, int]:
         axis = grows[0]
         if len(grows) > 1 or (tensor.shape[axis], larger[name].shape[axis]) != (EXPERTS, EXPERTS + _MORE):
             raise MoesaicError(
-                f"{about}: {name.rpartition('layers.')[2]} has {tensor.shape[axis]} rows for {EXPERTS} routed experts; "
+                f"{about}: {name} has {tensor.shape[axis]} rows for {EXPERTS} routed experts; "
                 "what has no slot per expert cannot be cut"
             )
         axes[name] = axis
@@ -198,18 +208,16 @@ def _asked(found: _Found, config: Mapping[str, Any], about: str) -> tuple[Asked,
     return asked, decision
 
 
-def _roles(found: _Found, axes: Mapping[str, int], asked: Asked, decision: Decision | None) -> dict[str, str]:
+def _roles(found: _Found, axes: Mapping[str, int], decision: Decision | None) -> dict[str, str]:
     """Name of a parameter with a slot per expert, below its layer -> role."""
     roles: dict[str, str] = {}
     vector = _VECTOR_ROLES[decision.bias_on] if decision is not None else "router_scale"
-    experts = _LAYER.match(f"{found.experts_name}.")
     for name in axes:
         match = _LAYER.match(name)
         if match is None:
             continue
         rest = match["rest"]
-        within = experts is None and name.startswith(f"{found.experts_name}.")
-        if within or rest.startswith(f"{_below(found.experts_name)}."):
+        if rest.startswith(f"{_below(found.experts_name)}."):
             roles[rest] = rest.rpartition(".")[2].replace("_proj", "")
         else:
             is_vector = found.model.state_dict()[name].numel() == EXPERTS
@@ -223,9 +231,25 @@ def _below(name: str) -> str:
     return match["rest"]
 
 
+def _adds_up(config: Mapping[str, Any], decision: Decision | None) -> bool:
+    if decision is None or decision.weighting == "one after the other":
+        return False
+    shared = decision.weighting == "selected" or decision.scoring == "softmax"
+    return shared or _scaling_key(config) is not None
+
+
+@torch.no_grad()
+def _weights_in_fp32(asked: Asked) -> bool:
+    """Whether the weights stay in fp32 in a bf16 model."""
+    weights = [values.dtype for values in asked.in_dtype(torch.bfloat16, HIDDEN)]
+    return weights[1] == torch.float32
+
+
 def _is_plain(found: _Found, decision: Decision | None) -> bool:
     """Whether our training rules, which know softmax weights of plain logits, can stand in for the router."""
-    if decision is None or (decision.scoring, decision.bias_on, decision.group_rank) != ("softmax", "none", "none"):
+    if decision is None or decision.weighting == "one after the other" or _scaling_key(found.model.config.to_dict()):
+        return False
+    if (decision.scoring, decision.bias_on, decision.group_rank) != ("softmax", "none", "none"):
         return False
     router = found.router
     names = [name for name, _ in [*router.named_parameters(), *router.named_buffers()]]
@@ -240,7 +264,8 @@ def _scaling_key(config: Mapping[str, Any]) -> str | None:
 def _notes(decision: Decision | None) -> str:
     if decision is None:
         return "read off transformers' class; its router decides as no reference does"
-    words = [decision.scoring, "weights of the selected" if decision.weighting == "selected" else "weights as scored"]
+    weights = {"selected": "weights of the selected", "all": "weights as scored"}
+    words = [decision.scoring, weights.get(decision.weighting, f"weights {decision.weighting}")]
     words += ["a bias for the choice"] if decision.bias_on in ("scores", "logits") else []
     words += ["groups"] if decision.group_rank != "none" else []
     return f"read off transformers' class: {', '.join(words)}"
@@ -249,9 +274,7 @@ def _notes(decision: Decision | None) -> str:
 # --- how it is stored -------------------------------------------------------------------------------------------------
 
 
-def _places(
-    model: Any, axes: Mapping[str, int], roles: Mapping[str, str], about: str
-) -> tuple[Places, bool]:
+def _places(model: Any, axes: Mapping[str, int], roles: Mapping[str, str], about: str) -> tuple[Places, bool]:
     """Where the slots are, in transformers' own names and in those of its checkpoints; whether layers differ in nothing
     but their FFN.
 
@@ -272,7 +295,7 @@ def _places(
             reader.read(name, tensor.contiguous())
     shared = _shared(own, written, axes)
     places = Places(stacked=reader.stacked, own=reader.single, shared=shared)
-    return places, _is_uniform(written, places)
+    return places, _is_uniform(written)
 
 
 class _Reader:
@@ -296,8 +319,8 @@ class _Reader:
             raise MoesaicError(f"{self._about}: its checkpoints number layers in another way than its model ({name})")
         whole, axis = self._own[parameter], self._axes[parameter]
         number_E = whole.movedim(axis, 0).reshape(EXPERTS, -1)
-        expert = ((tensor - self._starts[source]).long() // _stride(whole, axis)) % EXPERTS
-        role = self._part(self._roles[home["rest"]], parameter, tensor, expert, number_E)
+        expert = ((tensor - self._starts[source]).long() // whole.stride(axis)) % EXPERTS
+        role = _part(self._roles[home["rest"]], tensor, expert, number_E)
         slots = [a for a in range(tensor.ndim) if torch.equal(expert, _along(tensor, a))]
         if slots and tensor.shape[slots[0]] == EXPERTS:
             self.stacked[place["rest"]] = (role, slots[0])
@@ -311,23 +334,18 @@ class _Reader:
         else:
             raise MoesaicError(f"{self._about}: its checkpoints have no slot per expert in {name}")
 
-    def _part(self, role: str, parameter: str, tensor: Tensor, expert: Tensor, number_E: Tensor) -> str:
-        """`role`, or that of the half that the tensor has; marked where its numbers are in another order."""
-        first = int(expert.reshape(-1)[0])
-        slot = tensor[expert == first]
-        all_of_it = number_E[first]
-        if torch.equal(slot, all_of_it):
-            return role
-        halves = {"gate_up": ("gate", "up"), "gate_up_bias": ("gate_bias", "up_bias")}.get(role, ())
-        if self._own[parameter].ndim <= 3:
-            for half, numbers in zip(halves, all_of_it.chunk(2), strict=False):
-                if torch.equal(slot, numbers):
-                    return half
-        return role + REORDERED
 
-
-def _stride(whole: Tensor, axis: int) -> int:
-    return whole.stride(axis)
+def _part(role: str, tensor: Tensor, expert: Tensor, number_E: Tensor) -> str:
+    """`role`, or that of the half that the tensor has; marked where its numbers are in another order."""
+    first = int(expert.reshape(-1)[0])
+    slot, whole = tensor[expert == first], number_E[first]
+    if torch.equal(slot, whole):
+        return role
+    halves = {"gate_up": ("gate", "up"), "gate_up_bias": ("gate_bias", "up_bias")}.get(role, ())
+    for half, numbers in zip(halves, whole.chunk(2), strict=False):
+        if torch.equal(slot, numbers):
+            return half
+    return role + REORDERED
 
 
 def _along(tensor: Tensor, axis: int) -> Tensor:
@@ -344,13 +362,12 @@ def _shared(own: Code, written: Code, axes: Mapping[str, int]) -> tuple[str, ...
     return tuple(sorted({match["start"] for rest in rests if (match := marks.match(rest))}))
 
 
-def _is_uniform(written: Code, places: Places) -> bool:
+def _is_uniform(written: Code) -> bool:
     """Whether all layers have the same tensors of attention and norms."""
     by_layer: dict[str, set[str]] = {}
     for name in written:
         if (match := _LAYER.match(name)) and re.match(r"self_attn\.|\w*norm\w*\.", match["rest"]):
             by_layer.setdefault(match["layer"], set()).add(match["rest"])
-    del places
     return len({frozenset(rests) for rests in by_layer.values()}) == 1
 
 

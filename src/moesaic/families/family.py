@@ -5,7 +5,7 @@ experts are stored, which dense model it is made of, what `export` may write as 
 with it, and which verbs do not work. All other code reads these fields and never asks for a family's name.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,11 +18,6 @@ MOE_PREFIX = "moesaic_"
 
 MULTIPLIERS = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
 """Config keys of Granite's multipliers; 1 in all other families."""
-
-COLUMNS = ("read", "train", "expand", "select", "extract", "write fused", "write per-expert", "GGUF", "vLLM")
-"""What `moesaic families` says of each family."""
-
-YES = "yes"
 
 PLAIN_LAYERS = "plain decoder layers"
 PLAIN_TOP_K, ONE_PER_GROUP = "plain top-k", "one expert per group"
@@ -207,7 +202,7 @@ class MoEFamily:
     notes: str = ""
     """Where the family comes from, or what is special about it; one line."""
     limits: Mapping[str, str] = field(default_factory=dict)
-    """Column of `COLUMNS` -> why it is no plain yes."""
+    """Column of `support.COLUMNS` -> no and why, or what holds beside "tested"."""
 
     experts_key: str
     top_k_key: str = "num_experts_per_tok"
@@ -226,6 +221,9 @@ class MoEFamily:
     uniform: bool = True
     """Layers differ in nothing but their FFN, so that a tensor of attention that one layer lacks is missing."""
 
+    adds_up: bool = True
+    """m copies of every expert, all active, have together the weight that the expert had alone (docs/statements.md,
+    E1), or have m times it and `scaling_key` can make up for it."""
     derived: bool = False
     """Read off transformers' class (`derive`), not written here."""
     returns: Literal["logits", "softmax", "sigmoid"] = "logits"
@@ -248,30 +246,9 @@ class MoEFamily:
     target: NativeTarget | None = None
     gguf: GgufFacts | None = None
 
-    @property
-    def cells(self) -> dict[str, str]:
-        """Column -> "yes", or why not or when."""
-        return {column: self.limits.get(column, YES) for column in COLUMNS}
-
     def normalises(self, config: Config) -> bool:
         """Whether the weights of the selected experts sum to a constant."""
         if self.weighting in ("selected", "all"):
             return self.weighting == "selected"
         # transformers' own defaults: families with sigmoid scores renormalise, those with softmax don't.
         return config.get(self.weighting, self.scoring == "sigmoid") in (True, "selected", "sigmoid")
-
-    def to_json(self) -> dict[str, object]:
-        """Plain values, for `moesaic families --json`."""
-        return {"model_type": self.model_type, "about": self.about, "cells": self.cells, "notes": self.notes}
-
-
-def markdown(rows: Iterable[MoEFamily]) -> str:
-    """The table of docs/families.md, with the reasons below it."""
-    reasons: dict[str, int] = {}
-    lines = [f"| model_type | what | {' | '.join(COLUMNS)} |", "|" + "---|" * (len(COLUMNS) + 2)]
-    for row in rows:
-        cells = [
-            YES if cell == YES else f"({reasons.setdefault(cell, len(reasons) + 1)})" for cell in row.cells.values()
-        ]
-        lines.append(f"| `{row.model_type}` | {row.about} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"({number}) {reason}  " for reason, number in reasons.items())])
