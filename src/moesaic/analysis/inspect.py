@@ -27,7 +27,7 @@ from moesaic.data.files import PREFIX
 from moesaic.families.identity import describe as identify
 from moesaic.families.identity import group_count
 from moesaic.families.moe import MoEModel, detect_running
-from moesaic.families.moe_table import MOE_FAMILIES, family_of
+from moesaic.families.moe_table import KNOWN, family_of
 
 if TYPE_CHECKING:
     from moesaic.analysis.capture import Capture, RouterShape
@@ -163,10 +163,9 @@ def _open_routers(checkpoint: Checkpoint) -> MoEModel:
     """The experts of a checkpoint; a model without routers is refused in words of its own."""
     config = checkpoint.config
     if family_of(config) is None:
-        known = ", ".join([*MOE_FAMILIES, "moesaic_*"])
         raise MoesaicError(
             f"{checkpoint.name}: has no routers to look into: model_type {config.get('model_type')!r} is no MoE family "
-            f"known here ({known})"
+            f"known here ({KNOWN})"
         )
     model = detect_running(checkpoint)
     if model.family.scoring == "unknown":

@@ -307,7 +307,7 @@ EMO = MoEFamily(
 MOE_FAMILIES: Mapping[str, MoEFamily] = {row.model_type: row for row in _ROWS}
 """The families of transformers."""
 
-KNOWN = ", ".join([*MOE_FAMILIES, OURS.model_type])
+KNOWN = f"{', '.join([*MOE_FAMILIES, OURS.model_type])}, and the others that `moesaic families` lists"
 """For messages."""
 
 TARGETS: Mapping[str, NativeTarget] = {
