@@ -1,5 +1,5 @@
 # setup: .venv with moesaic and its lab      demo: a small real model, dense to MoE, in a few minutes
-# test: lint, then every test                 lint: ruff and pyright        bench: speed and memory
+# test: lint, then every test                 lint: ruff, pyright, import-linter        bench: speed and memory
 # browser: Chromium for tests/browser, if there is none
 # interop: parity with llama.cpp, vLLM and mergekit-moe, in environments of their own below .interop (half an hour the first time)
 #
@@ -32,6 +32,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/lint-imports
 
 test: lint browser
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2
