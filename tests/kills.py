@@ -1,20 +1,36 @@
-"""kill -9 at random moments that hit unfinished work on any machine, also where its speed changes meanwhile."""
+"""kill -9 at random points of some work, on any machine and beside any other: at the n-th call, not after n seconds."""
 
+import itertools
+import os
 import random
+import signal
+import sys
+import threading
 from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 
-def at_random_moments(attempt: Callable[[float], bool], seconds: float, count: int) -> int:
-    """Call `attempt(delay)`, which kills after that delay and says whether the work was unfinished.
+def count_calls(die_at: int | None = None) -> Callable[[], int]:
+    """Count the calls of Python from now on, in this thread and in new ones; at number `die_at` the process dies.
 
-    `count` times, and on, to ten times as often, until half of `count` kills hit unfinished work; the longest delay
-    starts at `seconds` and follows what the machine does. Returns how many hit unfinished work.
+    Returns a function that gives their number so far. Not undone: for a process that only does the work.
     """
+    numbers, last = itertools.count(1), [0]
+
+    def profile(_frame: FrameType, event: str, _argument: Any) -> None:
+        if event in ("call", "c_call"):
+            last[0] = next(numbers)
+            if last[0] == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    return lambda: last[0]
+
+
+def at_random_calls(attempt: Callable[[int], object], calls: int, count: int) -> None:
+    """Call `attempt(number)`, which kills some work at that call of the `calls` that it makes, `count` times."""
     moments = random.Random(0)
-    attempts = unfinished = 0
-    while attempts < count or (unfinished < count / 2 and attempts < 10 * count):
-        hit = attempt(moments.uniform(0, seconds))
-        attempts += 1
-        unfinished += hit
-        seconds *= 1.1 if hit else 0.8
-    return unfinished
+    for _ in range(count):
+        attempt(moments.randint(1, calls))

@@ -45,6 +45,7 @@ def generate(recipe: GenerateRecipe, *, stream: bool = False) -> str | list[str]
 
     Raises:
         MoesaicError: the checkpoint has no model or tokenizer that can be used, or an argument is out of range.
+        NotFiniteError: the model gives NaN or infinity.
     """
     prompts = [recipe.prompt] if isinstance(recipe.prompt, str) else list(recipe.prompt)
     _check_arguments(recipe, prompts)
@@ -53,6 +54,7 @@ def generate(recipe: GenerateRecipe, *, stream: bool = False) -> str | list[str]
     from transformers import TextStreamer
 
     from moesaic.loading import load, load_tokenizer
+    from moesaic.modeling.finite import watched
 
     checkpoint = recipe.checkpoint
     tokenizer: Any = load_tokenizer(checkpoint)
@@ -66,7 +68,8 @@ def generate(recipe: GenerateRecipe, *, stream: bool = False) -> str | list[str]
     model.generation_config = _settings(model, recipe.max_new_tokens, recipe.temperature)
     streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream and len(prompts) == 1 else None
     texts: list[str] = []
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+    drawing = torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else [])
+    with drawing, watched(model, refuse=checkpoint):
         torch.manual_seed(recipe.seed)
         for start in range(0, len(encoded), recipe.batch_size):
             batch = encoded[start : start + recipe.batch_size]

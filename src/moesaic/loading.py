@@ -12,6 +12,8 @@ from moesaic.checkpoint.record import read_provenance, side_files
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import warn
+from moesaic.families.counting import beyond_depth, layer_of
+from moesaic.families.moe import prediction_notices
 from moesaic.families.moe_table import way_out
 from moesaic.routing.install import reinstall
 
@@ -68,7 +70,10 @@ def load(
     ):
         if names := sorted(map(_first, loading[kind])):
             raise MoesaicError(f"{path}: {what} {_some(names)}; the file is incomplete or its config.json is another's")
-    if unused := sorted(map(_first, loading["unexpected_keys"])):
+    for line in prediction_notices(checkpoint, "it is not loaded"):
+        warn(line)
+    keys = map(_first, loading["unexpected_keys"])
+    if unused := sorted(key for key in keys if not beyond_depth(checkpoint.config, layer_of(key))):
         warn(f"{path}: the model does not use {_some(unused)}")
     if _is_untied_by_the_file(model):
         warn(f"{path}: config.json ties the output head to the embedding, but the file has a head that differs from it")

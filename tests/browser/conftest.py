@@ -52,6 +52,10 @@ class Visit:
             polling=50,
         )
 
+    def wait_for(self, condition):
+        """Wait until a condition, in JavaScript, holds, however long a busy machine takes."""
+        self.page.wait_for_function(condition, polling=50)
+
     def texts(self, selector):
         return self.page.eval_on_selector_all(selector, "all => all.map((one) => one.textContent)")
 

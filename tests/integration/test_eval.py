@@ -290,7 +290,7 @@ def test_a_selection_that_saw_the_evaluated_rows_is_named(
     select(routed, tmp_path / "all.json", keep="4", data=rows)
     evaluate(routed, suite="mmlu-categories", data_dir=evals, limit=1, selection=tmp_path / "all.json", dry_run=True)
     assert "all.json: was made on" in capsys.readouterr().err
-    select(routed, tmp_path / "dev.json", keep="4", data=str(evals / "mmlu.dev.jsonl"))
+    select(routed, tmp_path / "dev.json", keep="4", data=str(evals / "arc_easy.train.jsonl"))
     evaluate(routed, suite="mmlu-categories", data_dir=evals, limit=1, selection=tmp_path / "dev.json", dry_run=True)
     assert "was made on" not in capsys.readouterr().err
 

@@ -12,25 +12,27 @@ from tests.tiny_moes import save_tiny_moe
 KILLS = 12
 PROGRAM = '''
 """Expand in forked children and kill them; the parent has everything imported, so the kill hits the expansion."""
-import hashlib, json, os, shutil, signal, sys, time
+import hashlib, json, os, shutil, sys
 from pathlib import Path
 import moesaic.expansion.run
 from moesaic.expansion.recipe import ExpandRecipe
-from tests.kills import at_random_moments
+from tests.kills import at_random_calls, count_calls
 
 source, root, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 recipe = ExpandRecipe(checkpoint=source, experts=24, utility="weight_norm", expert_op="drop", shard_size="1MB")
 
 
-def fork(target):
+def fork(target, die_at=None):
     pid = os.fork()
     if pid:
         return pid
+    calls = count_calls(die_at)
     try:
         moesaic.expansion.run.expand(recipe, target, quiet=True, workers=2)
     except BaseException as error:
         print(repr(error), file=sys.stderr)
         os._exit(1)
+    (root / "calls").write_text(str(calls()))
     os._exit(0)
 
 
@@ -47,31 +49,26 @@ def state(folder):
     return digest.hexdigest()
 
 
-durations = []
-for number in range(2):  # the shorter: on a busy machine the other says when the machine had time
-    start = time.monotonic()
+for number in range(2):
     run(root / f"whole-{number}")
-    durations.append(time.monotonic() - start)
+calls = int((root / "calls").read_text())
 complete = state(root / "whole-0")
 assert complete == state(root / "whole-1")
 names = {"absent": "absent", complete: "complete"}
 target, outcomes, leftovers = root / "target", [], 0
 
 
-def attempt(delay):
+def attempt(number):
     global leftovers
-    pid = fork(target)
-    time.sleep(delay)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    os.waitpid(fork(target, number), 0)
     outcomes.append(names.get(state(target), "BROKEN"))
     leftovers += any(path.name.startswith(".target") for path in root.iterdir())
     shutil.rmtree(target, ignore_errors=True)
-    return outcomes[-1] != "complete"
 
 
-at_random_moments(attempt, min(durations), count)
+at_random_calls(attempt, calls, count)
 run(target)
+(root / "calls").unlink()
 after = sorted(path.name for path in root.iterdir())
 print(json.dumps({"outcomes": outcomes, "leftovers": leftovers, "final": names.get(state(target)), "after": after}))
 '''
@@ -86,7 +83,7 @@ def test_killed_expansions(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert len(report["outcomes"]) >= KILLS
+    assert len(report["outcomes"]) == KILLS
     assert set(report["outcomes"]) <= {"absent", "complete"}, report
     assert report["outcomes"].count("absent") >= KILLS // 2  # the kills did hit expansions that were not finished
     assert report["leftovers"] > 0  # and some of them while they were writing

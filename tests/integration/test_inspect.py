@@ -225,7 +225,7 @@ def test_a_damaged_router_is_named(tmp_path: Path, data: Path):
     with torch.no_grad():
         broken.model.layers[1].mlp.gate.weight[0, 0] = float("nan")
     broken.save_pretrained(folder)
-    with pytest.raises(MoesaicError, match="the router of layer 1 gives logits that are not finite"):
+    with pytest.raises(MoesaicError, match=r"model: layer 1, mlp\.gate gives NaN, and its own weight is not finite"):
         moesaic.inspect(folder, tmp_path / "out", data=data, **SMALL)
     assert not (tmp_path / "out").exists()
 

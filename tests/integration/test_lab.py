@@ -252,10 +252,9 @@ def test_killed_and_started_again_it_ends_with_the_same_numbers(tmp_path):
     assert f"{sum(seconds) / 60:.0f} minutes of one core" in (out / "report.md").read_text()
 
 
-def _wait(condition, seconds: float = 300.0) -> None:
-    end = time.monotonic() + seconds
+def _wait(condition) -> None:
+    """What never comes ends with the test's own time limit."""
     while not condition():
-        assert time.monotonic() < end, "it never came to that"
         time.sleep(0.05)
 
 

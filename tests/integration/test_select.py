@@ -41,7 +41,7 @@ def measure(folder, documents=DOCUMENTS, *, batch_size=8, **options):
     checkpoint = open_checkpoint(folder)
     model = detect_moe(checkpoint)
     source = describe(checkpoint, model)
-    return collect_statistics(checkpoint, model, source, documents, domain="d", batch_size=batch_size, **options)
+    return collect_statistics(checkpoint, model, source, {"d": documents}, batch_size=batch_size, **options)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

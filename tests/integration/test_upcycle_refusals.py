@@ -290,7 +290,7 @@ def test_a_value_that_is_not_finite_is_named(folders, tmp_path, number, value):
 
 def test_a_value_outside_the_range_of_float16_is_refused(folders, tmp_path):
     def enlarge(tensors):
-        tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = 40000.0  # times M=2 it no longer fits
+        tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = 70000.0
 
     change_weights(folders[0], enlarge)
     message = refusal(recipe_for(folders, "virtual_group", dtype="float16"), tmp_path)
@@ -304,7 +304,7 @@ def test_a_value_outside_the_range_of_float16_is_refused(folders, tmp_path):
 def test_a_value_that_scaling_makes_infinite_is_refused(tmp_path, dtype, settings):
     base = save_tiny(tmp_path / "base", "llama", dtype=dtype)
     change_weights(base, lambda tensors: tensors["model.layers.0.mlp.down_proj.weight"].fill_(3e38))
-    recipe = UpcycleRecipe(base=str(base), experts=8, shards=4, top_k=4, **settings)
+    recipe = UpcycleRecipe(base=str(base), experts=8, shards=4, top_k=4, scale="paper", **settings)
     message = refusal(recipe, tmp_path)
     assert "model.layers.0.mlp.experts.down_proj" in message
     assert "--scale" in message

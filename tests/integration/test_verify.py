@@ -196,14 +196,15 @@ def test_only_the_moe_layers_are_measured(models, tmp_path):
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shards", [2, 3])
-def test_half_precision_files_are_exact_where_the_factor_is_a_power_of_two(tmp_path, stored, shards):
+@pytest.mark.parametrize(("shards", "shared"), [(2, 0), (3, 0), (3, 1), (2, 3)])
+def test_half_precision_files_are_exact_where_no_stored_number_is_rounded(tmp_path, stored, shards, shared):
+    """The routed experts' factor is on their weights; of the shared ones' 1/(2S), 1/6 rounds."""
     save_tiny(tmp_path / "base", "qwen2", dtype=stored)
-    target = make(tmp_path, tmp_path / "moe", "virtual_group", experts=2 * shards, shards=shards, top_k=shards)
-    report = verify(tmp_path / "base", target, quiet=True)
+    sizes = {"experts": 2 * shards, "shards": shards, "top_k": shards, "shared_experts": shared}
+    report = verify(tmp_path / "base", make(tmp_path, tmp_path / "moe", "virtual_group", **sizes), quiet=True)
     assert report.ok, report.lines()
-    assert (report.error < 1e-5) == (shards == 2)
-    assert any("logit" in check.name for check in report.checks) == (shards == 2)
+    assert (report.error < 1e-5) == (shared != 3)
+    assert any("logit" in check.name for check in report.checks) == (shared != 3)
 
 
 def test_biases_and_a_fused_base(tmp_path):

@@ -145,7 +145,11 @@ def route_groups(
 
 
 def balance(
-    logits_LTE: Tensor, ids_LTK: list[list[list[int]]], real: list[bool], allowed_LT: list[list[set]] | None = None
+    logits_LTE: Tensor,
+    ids_LTK: list[list[list[int]]],
+    real: list[bool],
+    allowed_LT: list[list[set]] | None = None,
+    weighting: str = "selected",
 ) -> Tensor:
     """`E * sum_i f_i P_i`, mean over layers, over the tokens that are real."""
     total = torch.zeros((), dtype=torch.float64)
@@ -161,7 +165,8 @@ def balance(
                 f += ids_LTK[layer][t].count(e) / (count * k)
                 usable = list(range(experts)) if allowed_LT is None else sorted(allowed_LT[layer][t])
                 if e in usable:
-                    p = p + softmax([logits_LTE[layer, t, u] for u in usable])[usable.index(e)] / count
+                    over_usable = probabilities([logits_LTE[layer, t, u] for u in usable], weighting)
+                    p = p + over_usable[usable.index(e)] / count
             total = total + experts * f * p / layers
     return total
 

@@ -33,10 +33,14 @@ def plan(request, tmp_path, monkeypatch):
     return resolve(recipe)
 
 
-def naive_norms(model: Any, batches, layer, number):
+MATRICES = {"fc1": ["gate_up_proj"], "fc2": ["down_proj"], "both": ["gate_up_proj", "down_proj"]}
+
+
+def naive_norms(model: Any, batches, layer, number, layers):
     """||mean over batches of the gradient||, from documents that run alone, in float64."""
     (experts,) = [m for name, m in model.named_modules() if name.endswith(f"layers.{layer}.{_block(model)}.experts")]
-    totals = [torch.zeros_like(p[number]) for p in (experts.gate_up_proj, experts.down_proj)]
+    matrices = [getattr(experts, name) for name in MATRICES[layers]]
+    totals = [torch.zeros_like(p[number]) for p in matrices]
     for batch in batches:
         loss = torch.zeros((), dtype=torch.float64)
         for document in range(batch.num_documents):
@@ -46,9 +50,9 @@ def naive_norms(model: Any, batches, layer, number):
                 if len(ids) > 1:
                     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
                     loss = loss + torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum")
-        gradients = torch.autograd.grad(loss / batch.num_targets, [experts.gate_up_proj, experts.down_proj])
+        gradients = torch.autograd.grad(loss / batch.num_targets, matrices)
         totals = [t + g[number] / len(batches) for t, g in zip(totals, gradients, strict=True)]
-    weights = (experts.gate_up_proj[number], experts.down_proj[number])
+    weights = [p[number] for p in matrices]
     return [float(torch.cat([t.detach().flatten() for t in both]).norm()) for both in (totals, weights)]
 
 
@@ -56,16 +60,20 @@ def _block(model):
     return "block_sparse_moe" if any(".block_sparse_moe." in name for name, _ in model.named_modules()) else "mlp"
 
 
+LAYERS = {"qwen3_moe": "fc1", "deepseek_v3": "fc2", "gpt_oss": "both", "granitemoe": "fc1"}
+
+
 def test_gradient_and_weight_norms(plan):
+    layers = LAYERS[plan.model.family.model_type]
     batches = calibration_batches(plan, quiet=True)
     assert len(batches) == BATCHES
-    found = measure(load(plan.checkpoint.path), batches, name="model")
+    found = measure(load(plan.checkpoint.path), batches, name="model", layers=layers)
     model: Any = load(plan.checkpoint.path, dtype=torch.float64)
     model.set_experts_implementation("eager")
     assert set(found.gradient_norms) == {layer.layer for layer in detect_moe(plan.checkpoint).layers}
     for layer in found.gradient_norms:
-        for number in (0, 3, EXPERTS - 1):
-            gradient, weight = naive_norms(model, batches, layer, number)
+        for number in (0, EXPERTS - 1):
+            gradient, weight = naive_norms(model, batches, layer, number, layers)
             assert found.gradient_norms[layer][number] == pytest.approx(gradient, rel=1e-3, abs=1e-9)
             assert found.weight_norms[layer][number] == pytest.approx(weight, rel=1e-5)
         tokens = sum(batch.num_tokens for batch in batches)
@@ -86,15 +94,17 @@ def test_every_utility(plan):
         assert saliency[layer] == pytest.approx([n * w for n, w in zip(norms, weights[layer], strict=True)], rel=1e-5)
 
 
-def test_weight_norms_from_the_disk_are_those_of_the_loaded_model(plan):
-    table = find_utilities(replace(plan, recipe=replace(plan.recipe, utility="weight_norm", calibration=())))
+@pytest.mark.parametrize("layers", ["fc1", "fc2", "both"])
+def test_weight_norms_from_the_disk_are_those_of_the_loaded_model(plan, layers):
+    recipe = replace(plan.recipe, utility="weight_norm", utility_layers=layers, calibration=())
+    table = find_utilities(replace(plan, recipe=recipe))
     assert table is not None
     model: Any = load(plan.checkpoint.path)
     for name, module in model.named_modules():
         if name.endswith(".experts"):
             layer = int(name.split("layers.")[1].split(".")[0])
             expected = [
-                (module.gate_up_proj[e].square().sum() + module.down_proj[e].square().sum()).sqrt().item()
+                sum(getattr(module, matrix)[e].square().sum() for matrix in MATRICES[layers]).sqrt().item()
                 for e in range(EXPERTS)
             ]
             assert table.per_layer[layer] == pytest.approx(expected, rel=1e-5)

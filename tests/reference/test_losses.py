@@ -1,5 +1,7 @@
 """Losses against naive float64 loops, values and gradients, with padding and pools."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from moesaic.modeling.cross_entropy import token_losses
 from moesaic.routing.config import RuleConfig
 from moesaic.routing.losses import Load, balance_loss, balanced_bias, measure_load, router_z_loss
 from moesaic.routing.pools import RoutingContext
-from moesaic.routing.rules import RouterSettings, RoutingDecision, build_rule, decide
+from moesaic.routing.rules import RouterSettings, RoutingDecision, Weighting, build_rule, decide
 from tests.reference import naive_routing as naive
 
 LAYERS, EXPERTS = 3, 6
@@ -19,12 +21,14 @@ RULES = {
 }
 
 
-def make(rule: str, seed: int, top_k: int = 2) -> tuple[Tensor, RoutingContext, list[RoutingDecision]]:
+def make(
+    rule: str, seed: int, top_k: int = 2, weighting: Weighting = "selected"
+) -> tuple[Tensor, RoutingContext, list[RoutingDecision]]:
     context = RoutingContext.from_sequences(naive.random_documents(seed), seed=seed)
     generator = torch.Generator().manual_seed(seed)
     shape = (LAYERS, len(context.document_ids_T), EXPERTS)
     logits = (torch.randn(shape, generator=generator, dtype=torch.float64) * 2).requires_grad_()
-    router = RouterSettings(num_experts=EXPERTS, top_k=top_k, weighting="selected", cast_weights=False)
+    router = RouterSettings(num_experts=EXPERTS, top_k=top_k, weighting=weighting, cast_weights=False)
     built = build_rule(RULES[rule], router)
     return logits, context, [decide(built, logits[i], context=context, layer=i) for i in range(LAYERS)]
 
@@ -59,6 +63,41 @@ def test_balance_loss(rule, seed, top_k):
     same(loss, naive.balance(logits, ids, real, allowed), logits)
     assert int(load.tokens) == sum(real)
     assert load.counts_LE.sum(dim=-1).tolist() == [sum(real) * top_k] * LAYERS
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_balance_loss_of_sigmoid_weights(rule):
+    """P is the mean of the sigmoids over their sum (row 11 of docs/peers.md), as in the pools."""
+    logits, context, decisions = make(rule, 0, weighting="sigmoid")
+    loss, _ = balance_loss(decisions, context.token_mask_T, measure_load(decisions, context.token_mask_T))
+    ids, real, allowed = as_lists(decisions, context)
+    same(loss, naive.balance(logits, ids, real, allowed, "sigmoid"), logits)
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_step_scope_is_the_loss_of_one_micro_step(rule):
+    """Row 10 of docs/peers.md: micro-steps of several lengths add up to the whole, gradients as well (cosine 1)."""
+    logits, context, decisions = make(rule, 0)
+    mask_T = context.token_mask_T
+    whole = measure_load(decisions, mask_T)
+    expected, _ = balance_loss(decisions, mask_T, whole, scope="step")
+    total = logits.new_zeros(())
+    for part in (slice(0, 4), slice(4, 25), slice(25, None)):
+        cut = [
+            replace(
+                d,
+                logits_TE=d.logits_TE[part],
+                expert_ids_TK=d.expert_ids_TK[part],
+                weights_TK=d.weights_TK[part],
+                allowed_TE=None if d.allowed_TE is None else d.allowed_TE[part],
+            )
+            for d in decisions
+        ]
+        loss, _ = balance_loss(cut, mask_T[part], measure_load(cut, mask_T[part]), scope="step", carried=whole)
+        total = total + loss
+    same(total, expected, logits)
+    ids, real, allowed = as_lists(decisions, context)
+    same(total, naive.balance(logits, ids, real, allowed), logits)
 
 
 @pytest.mark.parametrize("rule", list(RULES))

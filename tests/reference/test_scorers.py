@@ -172,7 +172,7 @@ def test_scores_equal_plain_loops(tmp_path, kind):
     checkpoint = open_checkpoint(folder)
     moe = detect_moe(checkpoint)
     source = describe(checkpoint, moe)
-    statistics = collect_statistics(checkpoint, moe, source, DOCUMENTS, domain="d", batch_size=len(DOCUMENTS))
+    statistics = collect_statistics(checkpoint, moe, source, {"d": DOCUMENTS}, batch_size=len(DOCUMENTS))[0]
     model = load(folder)
     seen = watch(model, kind)
     for document in DOCUMENTS:

@@ -65,7 +65,7 @@ def one_expert(stacked: ExpertWeights, number: int) -> ExpertWeights:
 def naive_moe(layer: MoELayer, spec: LayerSpec, x_D: Tensor) -> Tensor:
     y_D = torch.zeros(HIDDEN, dtype=torch.float64)
     for expert, weight in naive_route(layer, spec, x_D):
-        y_D = y_D + weight * naive_ffn(one_expert(layer.experts, expert), x_D)
+        y_D = y_D + layer.scaling * weight * naive_ffn(one_expert(layer.experts, expert), x_D)
     return y_D if layer.shared is None else y_D + naive_ffn(layer.shared, x_D)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from moesaic.checkpoint.pio import explained, write_file
 from moesaic.common.errors import MoesaicError, suggest
+from moesaic.common.place import check_place
 from moesaic.common.progress import notice
 from moesaic_lab.plan import ENVIRONMENT, Step, check_folder, read_plan, write_plan
 
@@ -64,6 +65,7 @@ def run_experiment(
     from moesaic_lab.report import MARKDOWN_FILE, RESULTS_FILE, find
     from moesaic_lab.scale import load_scale
 
+    check_place(out)
     if name not in EXPERIMENTS:
         raise MoesaicError(f"lab run {name}: no such experiment; {suggest(name, EXPERIMENTS)}")
     for flag, value in (("--seeds", seeds), ("--jobs", jobs)):

@@ -33,7 +33,9 @@ from moesaic.analysis.documents import Sample
 from moesaic.checkpoint.output import require_disk
 from moesaic.checkpoint.pio import allocate, explained, read_into, write_all
 from moesaic.common.errors import MoesaicError
+from moesaic.common.numbers import NotFiniteError
 from moesaic.common.progress import progress
+from moesaic.modeling.finite import first_not_finite, is_finite
 from moesaic.routing.capture import Scoring, decision_of, find_blocks
 
 BLOCK_TOKENS = 4096
@@ -136,7 +138,8 @@ def capture(
     change nothing beyond rounding.
 
     Raises:
-        MoesaicError: not enough disk, logits that are not finite (names the layer).
+        MoesaicError: not enough disk.
+        NotFiniteError: logits of a router that are not finite.
     """
     require_disk(folder, sample.tokens * shape.token_bytes)
     with explained(folder):
@@ -193,8 +196,10 @@ def run_batch(model: nn.Module, ids_BS: Tensor, shape: RouterShape) -> tuple[np.
         base(input_ids=ids_BS.to(device), use_cache=False)
     assert len(outputs) == len(shape.layers), "a router per MoE layer"
     for layer, (logits_TE, _, _) in zip(shape.layers, outputs, strict=True):
-        if not torch.isfinite(logits_TE.sum(dtype=torch.float32)):
-            raise MoesaicError(f"the router of layer {layer} gives logits that are not finite; the weights are damaged")
+        if not is_finite(logits_TE):
+            found = first_not_finite(base, lambda: base(input_ids=ids_BS.to(device), use_cache=False))
+            name = getattr(model, "name_or_path", "the model")
+            raise NotFiniteError(f"{name}: {found or f'the router of layer {layer} gives NaN or infinity'}")
     logits = [logits.clamp(-_HALF_MAX, _HALF_MAX).to(torch.float16) for logits, _, _ in outputs]
     return (
         _stack(logits, ids_BS.shape),

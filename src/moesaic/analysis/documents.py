@@ -22,6 +22,7 @@ from moesaic.data.calibration import domain_of, render
 from moesaic.data.files import PREFIX, Record, find_files, read_hub, read_records, resolve_hub
 from moesaic.data.recipe import SourceRecipe
 from moesaic.data.tokenise import in_batches
+from moesaic.evaluation.own import is_task, task_name
 
 DOMAIN_FIELD = "domain"
 """Used where the records have it and no other field is named."""
@@ -268,8 +269,17 @@ def string_of(tokenizer: Any) -> Callable[[int], str]:
 class Entries:
     """The records of all data, in the order given; `domain_field` is known after they were read."""
 
-    def __init__(self, data: Sequence[str], domain_field: str | None, *, quiet: bool = True) -> None:
+    def __init__(
+        self,
+        data: Sequence[str],
+        domain_field: str | None,
+        *,
+        shots: int | None = None,
+        data_dir: str | None = None,
+        quiet: bool = True,
+    ) -> None:
         self._data = data
+        self._asked_as = {"shots": shots, "data_dir": data_dir}
         self._asked = domain_field
         self._quiet = quiet
         self.domain_field: str | None = None
@@ -277,6 +287,9 @@ class Entries:
 
     def __iter__(self) -> Iterator[Entry]:
         for source in self._data:
+            if is_task(source):
+                yield from self._requests(source)
+                continue
             if source.startswith(PREFIX):
                 yield from self._entries(read_hub(resolve_hub(source)), source)
                 continue
@@ -285,6 +298,13 @@ class Entries:
                 for file in files:
                     records = read_records(file, None, tick)
                     yield from self._entries(records, str(file.path), has_fields=file.format != "text")
+
+    def _requests(self, task: str) -> Iterator[Entry]:
+        """What `eval` asks of a task; its domain is the task."""
+        from moesaic.evaluation.requests import task_requests
+
+        for request in task_requests(task, **self._asked_as):
+            yield Entry(request.text, task_name(task), request.where)
 
     def _entries(self, records: Iterator[Record], name: str, *, has_fields: bool = True) -> Iterator[Entry]:
         field = self._asked or DOMAIN_FIELD

@@ -84,7 +84,7 @@ class Prepared:
 @verb(
     InspectRecipe,
     positional=("checkpoint",),
-    out=True,
+    out="folder",
     convert={"data": lambda data: (str(data),) if isinstance(data, str | Path) else tuple(map(str, data))},
 )
 def inspect(
@@ -127,7 +127,7 @@ def prepare(recipe: InspectRecipe, out: Path, *, overwrite: bool = False, quiet:
 
     require_scikit_learn()
     tokenizer = load_tokenizer(checkpoints[0].path)
-    entries = Entries(recipe.data, recipe.domain_field, quiet=quiet)
+    entries = Entries(recipe.data, recipe.domain_field, shots=recipe.shots, data_dir=recipe.data_dir, quiet=quiet)
     vocabulary = min(int(checkpoint.config["vocab_size"]) for checkpoint in checkpoints)
     name = ", ".join(one if one.startswith(PREFIX) else str(Path(one)) for one in recipe.data)
     sample = draw_sample(entries, tokenizer, recipe, vocab_size=vocabulary, name=name)

@@ -16,7 +16,12 @@ class InspectRecipe:
     checkpoint: str
     """The mixture-of-experts model: folder or hub id."""
     data: tuple[str, ...] = ()
-    """Text: a .jsonl, .parquet, .txt or .md file, a folder, or hf://org/name; repeatable."""
+    """Text: a .jsonl, .parquet, .txt or .md file, a folder, hf://org/name, or a task by name or .yaml file, as eval
+    asks it, with the answers; repeatable."""
+    shots: int | None = None
+    """--data TASK: demonstrations before each question. Default: the task file's own, else 0."""
+    data_dir: str | None = None
+    """--data TASK: folder with local rows. Default: the hub's data sets."""
     domain_field: str | None = None
     """Field that names a record's domain. Default: domain if there is one, else the file's name."""
     tokens: str | int = "1M"

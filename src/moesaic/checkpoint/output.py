@@ -26,6 +26,7 @@ from types import FrameType
 
 from moesaic.checkpoint.pio import DISK_ERRORS, exchange, explained, io_error, rename_new, sync_path
 from moesaic.common.errors import MoesaicError
+from moesaic.common.place import check_place
 
 _REPLACEABLE = ("config.json", "moesaic.json", "inspection.json")
 _LEFTOVER = re.compile(
@@ -122,10 +123,9 @@ def _readable(nbytes: int) -> str:
 
 def check_target(target: str | Path, overwrite: bool = False, *, sources: Iterable[Path] = ()) -> Path:
     """The absolute target without links; refuses (MoesaicError) what `output_folder` refuses without writing."""
+    check_place(target)
     target = Path(target)
     final = target.resolve() if overwrite else target.parent.resolve() / target.name
-    if final.name in ("", "..") or final == final.parent:
-        raise MoesaicError(f"{target}: not the name of a new folder")
     for source in sources:
         folder = Path(source).resolve()
         if final == folder:
@@ -134,9 +134,6 @@ def check_target(target: str | Path, overwrite: bool = False, *, sources: Iterab
             raise MoesaicError(f"{target}: lies inside the source {source}; choose a target beside it")
         if folder.is_relative_to(final):
             raise MoesaicError(f"{target}: contains the source {source}; choose another target")
-    nearest = next(folder for folder in final.parents if os.path.lexists(folder))
-    if not nearest.is_dir():
-        raise MoesaicError(f"{target}: {nearest} is a file, not a folder; choose another target")
     _refuse_existing(final, overwrite)
     return final
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moesaic.common.errors import MoesaicError
+from moesaic.common.place import check_place
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _FLUSH_ASYNC = 2  # SYNC_FILE_RANGE_WRITE: start writing dirty pages, do not wait
@@ -135,14 +136,7 @@ def check_file(path: str | Path, *, replaces: str) -> None:
 
     And a file that is there and is something else: `replaces` is what the start of one of ours has, `"moesaic-..."`.
     """
-    path = Path(path).absolute()
-    if path.is_dir():
-        raise MoesaicError(f"{path}: is a folder; name a file")
-    nearest = next(folder for folder in path.parents if os.path.lexists(folder))
-    if not nearest.is_dir():
-        raise MoesaicError(f"{path}: {nearest} is a file, not a folder; choose another target")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise io_error(path, PermissionError(errno.EACCES, ""))
+    path = check_place(path, "file")
     if path.exists():
         with explained(path), path.open("rb") as file:
             start = file.read(_START_BYTES)

@@ -108,7 +108,7 @@ def _report(error: Exception, *, as_json: bool) -> int:
         return USER_ERROR
     if isinstance(error, (MoesaicError, CycloptsError)):
         print_error(str(error), as_json=as_json)
-        return USER_ERROR
+        return error.status if isinstance(error, MoesaicError) else USER_ERROR
     if isinstance(error, OSError):
         place = f"{error.filename}: " if error.filename else ""
         print_error(f"{place}{error.strerror or error}", as_json=as_json)

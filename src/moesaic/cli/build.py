@@ -18,12 +18,12 @@ from cyclopts import Parameter
 
 from moesaic.cli.output import print_result
 from moesaic.common.errors import MoesaicError
+from moesaic.common.numbers import CHECK_FAILED
 from moesaic.common.recipe import init_fields, load_recipe
 from moesaic.common.verbs import RUN_OPTIONS, field_default, field_docs, is_required
 from moesaic.common.workers import check_workers
 from moesaic.recipes import recipe_source
 
-CHECK_FAILED = 1
 _DEFAULT = re.compile(r"\s*\bDefault: (.*?)\.?$")
 _RUN_TYPES = {"overwrite": bool, "dry_run": bool, "workers": int | None, "quiet": bool, "json": bool}
 _SHARED = {

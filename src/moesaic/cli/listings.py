@@ -1,6 +1,7 @@
 """What the package has, listed: `moesaic families` and `moesaic recipes`."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -26,6 +27,7 @@ def families(
     /,
     *,
     json: Json = False,
+    quiet: Quiet = False,  # noqa: ARG001 (every verb takes it)
 ) -> None:
     """Say what each family of mixtures of experts can be used for: per verb tested, derived (unproved), or why not.
 
@@ -55,6 +57,28 @@ def _details(row: Support) -> list[str]:
     notes = [f"({row.notes})"] if row.notes else []
     width = max(map(len, COLUMNS))
     return [f"{row.model_type}: {row.about}", *notes, *(f"{c.ljust(width)}  {row.cells[c]}" for c in COLUMNS)]
+
+
+def of_tasks(_words: list[str], given: Mapping[str, Any]) -> int | None:
+    """Do `moesaic eval --list`, which needs no checkpoint; None for a call that measures."""
+    if not given.get("list"):
+        return None
+    from moesaic.evaluation.catalogue import suite_rows, task_rows
+
+    suites, tasks = suite_rows(), task_rows()
+    width = max(len(row["name"]) for row in tasks)
+    lines = [
+        "Suites (--suite):",
+        *(f"  {row['name'].ljust(width)}  {row['about']}" for row in suites),
+        "",
+        "Tasks (--task): files of --data-dir, and the fields of their rows",
+    ]
+    for row in tasks:
+        first, *others = row["fields"]
+        lines.append(f"  {row['name'].ljust(width)}  {', '.join(row['files'])}: {first}")
+        lines += [f"  {' ' * width}    or {fields}" for fields in others]
+    print_result(lines, {"suites": suites, "tasks": tasks}, as_json="json" in given)
+    return 0
 
 
 recipes = App(

@@ -1,13 +1,13 @@
 """What the command line prints: results on stdout, everything else on stderr, one document with `--json`."""
 
 import json
-import math
 import os
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moesaic.common.errors import MoesaicError
+from moesaic.common.numbers import finite_only
 
 
 def print_result(lines: Iterable[str], document: Mapping[str, Any], *, as_json: bool) -> None:
@@ -25,7 +25,7 @@ def print_lines(lines: Iterable[str]) -> None:
 
 def print_json(document: Mapping[str, Any]) -> None:
     """Print one JSON document; numbers that JSON cannot write (NaN, Infinity) become null."""
-    _write(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+    _write(json.dumps(finite_only(document), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
 
 
 def _write(text: str) -> None:
@@ -70,11 +70,3 @@ def print_error(message: str, *, kind: str = "error", as_json: bool = False) -> 
     if as_json:
         print_json({"error": line})
     print(f"moesaic: {kind}: {line}", file=sys.stderr)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -9,6 +9,7 @@ from moesaic.checkpoint.pio import check_file
 from moesaic.cli.build import Call
 from moesaic.cli.output import print_result
 from moesaic.common.errors import MoesaicError
+from moesaic.common.place import check_place
 
 if TYPE_CHECKING:
     from moesaic.routing.subset import Selection
@@ -28,8 +29,12 @@ def of_selections(paths: list[str], given: Mapping[str, Any]) -> int | None:
         return 0
     if "config" not in given:
         _paths(paths, "CHECKPOINT OUT")
-        if by is not None and "keep" in given and ("data" not in given or "stats" in given or "stats_out" in given):
-            raise MoesaicError(f"--by {by}: takes --data, and no --stats or --stats-out")
+        if (
+            by is not None
+            and {"keep", "keep_total"} & given.keys()
+            and ("data" not in given or "stats" in given or "stats_out" in given)
+        ):
+            raise MoesaicError(f"--by {by}: takes one --data, and no --task, --stats or --stats-out")
     return None
 
 
@@ -46,20 +51,15 @@ def select_and_print(call: Call) -> int:
 
 def _each(recipe: "SelectRecipe", out: str, by: str) -> dict[str, "SelectRecipe"]:
     """File -> recipe, for each value of a field. All that can be refused is, before the first is run."""
-    from moesaic.data.calibration import Calibration, calibration_texts, categories
+    from moesaic.data.calibration import calibration_texts, categories
     from moesaic.routing.subset import FORMAT
+    from moesaic.selection.texts import calibration_of
 
-    if recipe.data is None or recipe.stats or recipe.stats_out is not None:
-        raise MoesaicError(f"--by {by}: takes --data, and no --stats or --stats-out")
-    drawn = Calibration(
-        path=recipe.data,
-        template=recipe.template,
-        examples=recipe.examples,
-        shots=recipe.shots,
-        split=recipe.split,
-        seed=recipe.seed,
-    )
-    targets = {value: str(Path(out) / f"{_file_name(value)}.json") for value in categories(recipe.data, by)}
+    if len(recipe.data) != 1 or recipe.task or recipe.stats or recipe.stats_out is not None:
+        raise MoesaicError(f"--by {by}: takes one --data, and no --task, --stats or --stats-out")
+    check_place(out)
+    drawn = calibration_of(recipe.data[0], recipe)
+    targets = {value: str(Path(out) / f"{_file_name(value)}.json") for value in categories(recipe.data[0], by)}
     if len(set(targets.values())) < len(targets):
         raise MoesaicError(f"--by {by}: two of its values give the same file name; use another field")
     for value, target in targets.items():
@@ -116,6 +116,7 @@ def _print(made: "dict[str, Selection]", *, json: bool, quiet: bool) -> None:
             "experts": selection.counts[0],
             "of": selection.source.num_experts,
             "routing_mass_kept": selection.routing_mass_kept,
+            "tokens": selection.details.get("domains", {}),
             "unreached": sum(map(len, selection.details.get("unreached", []))),
         }
         for file, selection in made.items()
@@ -125,4 +126,6 @@ def _print(made: "dict[str, Selection]", *, json: bool, quiet: bool) -> None:
         mass = row["routing_mass_kept"]
         share = "" if mass is None else f", {sum(mass) / len(mass):.1%} of the routing mass"
         lines.append(f"{row['out']}: {row['experts']} of {row['of']} experts per layer by {row['method']}{share}")
+        if len(row["tokens"]) > 1:
+            lines += [f"  {domain}: {tokens:,} tokens" for domain, tokens in row["tokens"].items()]
     print_result(() if quiet else lines, {"selections": documents}, as_json=json)

@@ -101,13 +101,20 @@ COMMANDS: dict[str, Command] = {
         moesaic select --compare A.json B.json""",
         examples="""
   moesaic select ./moe math.json --data math.jsonl --keep 25% --examples 5
+  moesaic select ./moe gsm.json --task gsm8k --shots 5 --data-dir ./evals --keep 25%
+  moesaic select ./moe both.json --data math.jsonl --data code.jsonl --keep 32
   moesaic select ./moe both.json --stats math.stats.json --stats code.stats.json --keep 32
   moesaic select ./moe mmlu --data mmlu.jsonl --by mmlu_category --split 0.4 --shots 5 --keep 25%""",
         recipe="moesaic.selection.recipe:SelectRecipe",
         run="moesaic.selection.select:select",
         arguments=("checkpoint", "out"),
         words=("CHECKPOINT OUT", "Folder or hub id, and the JSON file to write (with --by: a folder)."),
-        options={"stats": Option(metavar="FILE"), "only": Option(hidden=True)},
+        options={
+            "data": Option(metavar="DATA"),
+            "task": Option(metavar="TASK"),
+            "stats": Option(metavar="FILE"),
+            "only": Option(hidden=True),
+        },
         further={
             "by": (str, "Make one selection for each value of this field, or mmlu_category."),
             "union": (bool, "Write the union of two selections."),
@@ -115,7 +122,6 @@ COMMANDS: dict[str, Command] = {
         },
         missing={
             "arguments": "select: expected CHECKPOINT OUT, got {count} paths",
-            "keep": "--keep: is needed; give the number of experts to keep in each layer, or a share such as 25%",
         },
         before="moesaic.cli.select:of_selections",
         action="moesaic.cli.select:select_and_print",
@@ -149,20 +155,32 @@ COMMANDS: dict[str, Command] = {
     ),
     "eval": Command(
         about="Measure a checkpoint, dense or MoE, on benchmarks (through lm-eval) and on held-out text.",
-        usage="moesaic eval CHECKPOINT --out results.json [--suite NAME|FILE] [--data-dir DIR] [OPTIONS]",
+        usage="""moesaic eval CHECKPOINT --out results.json [--suite NAME|FILE] [--data-dir DIR] [OPTIONS]
+        moesaic eval CHECKPOINT --out results.json --task NAME|FILE... [OPTIONS]
+        moesaic eval --list""",
         examples="""
   moesaic eval ./moe --suite emo-mc9 --data-dir ./evals --out moe.results.json
   moesaic eval ./moe --suite arc_easy,piqa --shots 0 --limit 200 --data-dir ./evals --out quick.json
   moesaic eval ./moe --suite perplexity --data-dir ./corpus --out text.json
   moesaic eval ./moe --suite mmlu-categories --selection ./selections --data-dir ./evals --out subset.json
+  moesaic eval ./moe --task mine.yaml --out mine.json --samples mine.jsonl
+  moesaic eval --list
 
 Suites: divmoe15, divmoe8, emo-mc9, emo-gen5, mmlu-categories, mmlu-pro, gsm8k, perplexity.""",
         recipe="moesaic.evaluation.recipe:EvalRecipe",
         run="moesaic.evaluation.evaluate:evaluate",
         arguments=("checkpoint",),
         run_options=("overwrite", "dry_run"),
-        options={"overwrite": Option(help="Begin the results file anew.")},
-        further={"out": (str, "Results file; a second call goes on where the first one stopped.")},
+        options={
+            "overwrite": Option(help="Begin the results file anew."),
+            "task": Option(metavar="TASK"),
+            "samples": Option(metavar="FILE"),
+        },
+        further={
+            "out": (str, "Results file; a second call goes on where the first one stopped."),
+            "list": (bool, "List suites and tasks, and the files and fields that they look for."),
+        },
+        before="moesaic.cli.listings:of_tasks",
         missing={"out": 'Command "eval" parameter --out requires an argument.'},
     ),
     "train": Command(

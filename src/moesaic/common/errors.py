@@ -7,8 +7,10 @@ from difflib import get_close_matches
 class MoesaicError(ValueError):
     """A mistake in the input: one line that names the file, key or flag and the way out.
 
-    The command line prints the message without a traceback and exits with status 2.
+    The command line prints the message without a traceback and exits with `status`.
     """
+
+    status = 2
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -34,6 +34,7 @@ class _Where:
     source: str
     key: str = ""
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key -> option that set it
+    is_record: bool = False  # keys that a class does not name are another's business
 
     def child(self, name: str | int) -> "_Where":
         return dataclasses.replace(self, key=f"{self.key}.{name}" if self.key else str(name))
@@ -79,6 +80,28 @@ def load_recipe(
         values[key] = value
         origins[key] = spelled[key]
     return _convert(cls, values, _Where(source=name, origins=origins))
+
+
+def convert_fields(types: Mapping[str, Any], values: Mapping[str, Any], *, name: str) -> dict[str, Any]:
+    """The fields of a record (a row of data) in the types given; a field without a type stays as it is.
+
+    The types are those of recipes. Of a dataclass, keys that it does not name stay as well, and the result holds plain
+    values; `name` is the record's place, for messages.
+
+    Raises `MoesaicError` with the place, the field (`qas.0.answers`), its value and what is expected.
+    """
+    where = _Where(source=name, is_record=True)
+    typed = {key: _convert(types[key], values[key], where.child(key)) for key in types if key in values}
+    return {key: _laid_over(value, typed[key]) if key in typed else value for key, value in values.items()}
+
+
+def _laid_over(value: Any, typed: Any) -> Any:
+    """The plain values of what was converted, and beside them what its class does not name."""
+    if dataclasses.is_dataclass(typed) and isinstance(value, Mapping):
+        return {k: _laid_over(one, getattr(typed, k)) if hasattr(typed, str(k)) else one for k, one in value.items()}
+    if isinstance(typed, (list, tuple)):
+        return [_laid_over(*pair) for pair in zip(value, typed, strict=True)]
+    return recipe_values(typed)
 
 
 def dump_recipe(recipe: Any) -> str:
@@ -140,9 +163,10 @@ def _to_dataclass(cls: Any, value: Any, where: _Where) -> Any:
     names = [field.name for field in fields]
     if not isinstance(value, Mapping):
         raise where.error(f"expected keys and values ({', '.join(names)}), got {_show(value)}")
-    for key in value:
-        if key not in names:
-            raise where.child(key).error(f"unknown key; {suggest(str(key), names)}")
+    if where.is_record:
+        value = {key: item for key, item in value.items() if key in names}
+    elif unknown := [key for key in value if key not in names]:
+        raise where.child(unknown[0]).error(f"unknown key; {suggest(str(unknown[0]), names)}")
     for field in fields:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in value:

@@ -1,6 +1,6 @@
 """A verb written once: its recipe class makes the Python function here, and the command line's flags in `moesaic.cli`.
 
-    @verb(ExtractRecipe, positional=("checkpoint", "selection"), out=True)
+    @verb(ExtractRecipe, positional=("checkpoint", "selection"), out="folder")
     def extract(recipe: ExtractRecipe, out: str | Path, *, dry_run: bool = False, quiet: bool = True) -> ExtractResult:
         ...
 
@@ -18,6 +18,7 @@ from functools import cache, wraps
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, get_type_hints
 
 from moesaic.common.errors import MoesaicError
+from moesaic.common.place import Kind, check_place
 from moesaic.common.recipe import init_fields, load_recipe
 from moesaic.common.workers import MOST_WORKERS, check_workers
 
@@ -54,7 +55,7 @@ def verb(
     recipe: type,
     *,
     positional: Sequence[str] = (),
-    out: bool = False,
+    out: Kind | None = None,
     convert: Mapping[str, Callable[[Any], Any]] | None = None,
 ) -> Callable[[Callable[RunArguments, Result]], Verb[RunArguments, Result]]:
     """Make the public function of a verb from a function that takes its recipe.
@@ -66,12 +67,14 @@ def verb(
     Args:
         recipe: a frozen, keyword-only dataclass whose fields have docstrings.
         positional: keys that are arguments with a place, in this order.
-        out: whether `out`, the second argument of the function, has a place as well, after the others.
+        out: what `out`, the second argument of the function, is, where it has one: it has a place as well, after the
+            others, and a path that can be no output (`check_place`) is refused before the function is called.
         convert: key -> function that turns what Python callers give into what the recipe takes; a `MoesaicError` of
             it is put after function and key.
     """
 
     def decorate(run: Callable[RunArguments, Result]) -> Verb[RunArguments, Result]:
+        run = run if out is None else _with_place(run, out)
         name, anyhow = run.__name__, cast("Any", run)
         _, *options = inspect.signature(run).parameters.values()
         order = (*positional, *(("out",) if out else ()))
@@ -96,6 +99,19 @@ def verb(
         return made
 
     return decorate
+
+
+def _with_place(run: Callable[RunArguments, Result], kind: Kind) -> Callable[RunArguments, Result]:
+    """The function, called only where `out` (None where the caller wants no output) can be one."""
+
+    @wraps(run)
+    def call(*arguments: RunArguments.args, **keywords: RunArguments.kwargs) -> Result:
+        target: Any = keywords.get("out") if len(arguments) < 2 else arguments[1]
+        if target is not None:
+            check_place(target, kind)
+        return run(*arguments, **keywords)
+
+    return call
 
 
 def _converted(convert: Mapping[str, Callable[[Any], Any]], key: str, value: Any, name: str) -> Any:

@@ -11,6 +11,7 @@ from moesaic.checkpoint.results import mean_error
 from moesaic.common.errors import MoesaicError, suggest
 from moesaic.common.intervals import Interval, gap_closure
 from moesaic.common.verbs import verb
+from moesaic.comparison.models import one_for_each_model
 from moesaic.comparison.recipe import CompareRecipe
 from moesaic.comparison.runs import (
     Column,
@@ -59,7 +60,7 @@ def compare(recipe: CompareRecipe) -> Comparison:
     """
     if not recipe.runs:
         raise MoesaicError("compare: give at least one results file or training run")
-    groups = group(load_run(reference) for reference in recipe.runs)
+    groups = group(one_for_each_model(load_run(reference) for reference in recipe.runs))
     baseline = None if recipe.baseline is None else _named(groups, recipe.baseline, "--baseline")
     tables: list[Table | None] = [*_score_tables(groups, baseline)]
     if recipe.gap is not None:
@@ -98,7 +99,13 @@ def _score_tables(groups: Sequence[Group], baseline: Group | None) -> list[Table
             title="Scores",
             headings=_headings(every, mark=True),
             rows=tuple(Row(name=_label(one), cells=tuple(map(estimate, scores[one.name]))) for one in groups),
-            notes=(_INTERVALS, *(one.note for one in averages), *_missing(groups), *disagreements(groups, columns)),
+            notes=(
+                _INTERVALS,
+                *(one.note for one in averages),
+                *_missing(groups),
+                *_empty(groups, columns),
+                *disagreements(groups, columns),
+            ),
         )
     ]
     if baseline is not None:
@@ -110,7 +117,7 @@ def _score_tables(groups: Sequence[Group], baseline: Group | None) -> list[Table
                 rows=tuple(
                     Row(name=_label(one), cells=tuple(map(difference, scores[one.name], theirs))) for one in others
                 ),
-                notes=("with as many seeds as the baseline: over pairs of seeds in the order given",),
+                notes=(_differences(groups),),
             )
         )
     return tables
@@ -129,6 +136,7 @@ def _average_scores(one: Group, over: Sequence[str]) -> list[Score]:
                 error=mean_error([score.error for score in scores]),
                 samples=sum(score.samples for score in scores),
                 condition="".join(score.condition for score in scores),
+                rows=tuple(part for score in scores for part in score.rows) if all(s.rows for s in scores) else (),
             )
         )
     return found
@@ -179,6 +187,35 @@ def _label(one: Group) -> str:
 
 def _missing(groups: Sequence[Group]) -> list[str]:
     return [f"{run.name}: {task} is missing: {reason}" for run in _runs(groups) for task, reason in run.missing.items()]
+
+
+def _empty(groups: Sequence[Group], columns: Mapping[str, Column]) -> list[str]:
+    """Why cells are empty: for each run, the columns that it has no number in and that nothing was said of."""
+    notes = []
+    for one in groups:
+        lacking = [
+            column.title
+            for key, column in columns.items()
+            if not one.scores(key)
+            and not any(key.rpartition(":")[2] in run.missing or key in run.missing for run in one.runs)
+        ]
+        if lacking:
+            some = "" if len(one.runs) == 1 else " in all of its seeds"
+            notes.append(f"{one.name}: not measured{some}: {', '.join(lacking)}")
+    return notes
+
+
+def _differences(groups: Sequence[Group]) -> str:
+    """How the intervals of differences were made."""
+    if any(len(one.runs) > 1 for one in groups):
+        return "with as many seeds as the baseline: over pairs of seeds in the order given"
+    rows = [bool(score.rows) for one in groups for run in one.runs for score in run.scores.values()]
+    if all(rows):
+        return "paired: over the differences of the same questions or documents"
+    unpaired = "the two errors added in squares, which is rather too wide"
+    if not any(rows):
+        return f"not paired, because the results do not have the rows: {unpaired}"
+    return f"paired where the results have the same rows; else {unpaired}"
 
 
 def _gap_table(small: Group, upcycled: Group, large: Group) -> Table:

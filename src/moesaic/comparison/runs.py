@@ -17,6 +17,9 @@ from moesaic.checkpoint.record import PROVENANCE_FILE, read_provenance
 from moesaic.checkpoint.results import read_results
 from moesaic.common.errors import MoesaicError
 from moesaic.common.intervals import LEVEL, Interval, mean_interval
+from moesaic.common.numbers import is_measured
+from moesaic.common.progress import warn
+from moesaic.comparison.pairs import Rows, paired, rows_of_task, rows_of_text
 
 METRICS_FILE = "metrics.jsonl"
 RESULTS_FILE = "results.json"
@@ -37,6 +40,8 @@ class Score:
     samples: int
     condition: str
     """What two runs must share for this column to be compared: shots, limit, data."""
+    rows: tuple[Rows, ...] = ()
+    """The rows that it is the mean of; of an average, of each task. Empty where they are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +79,11 @@ class Run:
     tokens: int | None = None
     """Training tokens."""
     missing: Mapping[str, str] = field(default_factory=dict)
+    """Task -> why it has no score."""
+    model: str | None = None
+    """Of a results file: what tells models apart, the weights and the selection; None of a training run."""
+    is_named: bool = False
+    """Whether the user gave the name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,15 +135,18 @@ def around(value: float, error: float | None) -> Interval:
 def difference(ours: Sequence[Score], theirs: Sequence[Score]) -> Interval | None:
     """Ours minus theirs.
 
-    As many seeds of both, and more than one: pairs in their order, Student's t. One of both: the errors over questions
-    added in squares, as if the questions were different ones, which is too wide rather than too narrow. Else no
-    interval. None where one has no score, or they were not measured alike.
+    As many seeds of both, and more than one: pairs in their order, Student's t. One of both: over the differences of
+    the same questions or documents (`paired`); where those are not known, the errors added in squares, as if the
+    questions were different ones, which is too wide rather than too narrow. Else no interval. None where one has no
+    score, or they were not measured alike.
     """
     if not ours or not theirs or len({one.condition for one in (*ours, *theirs)}) > 1:
         return None
     values = [one.value for one in ours], [one.value for one in theirs]
     if len(ours) == len(theirs) > 1:
         return mean_interval([mine - other for mine, other in zip(*values, strict=True)])
+    if len(ours) == len(theirs) == 1 and (found := paired(ours[0].rows, theirs[0].rows)) is not None:
+        return found
     gap = sum(values[0]) / len(ours) - sum(values[1]) / len(theirs)
     errors = [ours[0].error, theirs[0].error]
     if len(ours) == len(theirs) == 1 and None not in errors:
@@ -169,7 +182,7 @@ def load_run(reference: str) -> Run:
     path = Path(text if named else reference).expanduser()
     name = (named and name) or _default_name(path)
     if path.is_file():
-        return _from_results(path, name)
+        return replace(_from_results(path, name), is_named=named)
     if not path.is_dir():
         raise MoesaicError(f"{path}: no such results file or folder of a training run")
     results, metrics = path / RESULTS_FILE, path / METRICS_FILE
@@ -197,6 +210,8 @@ def _from_results(path: Path, name: str) -> Run:
     try:
         for task, entry in document["tasks"].items():
             condition = _condition(document["settings"], entry)
+            if not is_measured(entry["score"]):
+                warn(f"{path}: has no score of {task} ({entry.get('not_finite') or 'it is null'})")
             for column, score in _scores(task, entry, condition):
                 columns[column.key], scores[column.key] = column, score
         checkpoint = document["checkpoint"]
@@ -212,10 +227,22 @@ def _from_results(path: Path, name: str) -> Run:
             verb=checkpoint["verb"],
             kept=kept,
             experts=experts,
-            missing=document["missing"],
+            missing=document["missing"] | _without_score(document["tasks"]),
+            model=_model(document),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise MoesaicError(f"{path}: damaged results file ({error!r}); evaluate again") from error
+
+
+def _model(document: Mapping[str, Any]) -> str:
+    """What tells models apart: the weights, and the selections of experts that are used."""
+    selections = {str((entry.get("selection") or {}).get("hash")) for entry in document["tasks"].values()}
+    return " ".join([document["checkpoint"]["weights_hash"], *sorted(selections)])
+
+
+def _without_score(tasks: Mapping[str, Any]) -> dict[str, str]:
+    reason = "its numbers are not finite, so there is no score"
+    return {task: entry.get("not_finite") or reason for task, entry in tasks.items() if not is_measured(entry["score"])}
 
 
 def _condition(settings: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
@@ -226,13 +253,19 @@ def _condition(settings: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
 
 
 def _scores(task: str, entry: Mapping[str, Any], condition: str) -> Iterator[tuple[Column, Score]]:
-    if entry["score"] is None:
+    if not is_measured(entry["score"]) and "text" not in entry:
         return
     if "text" not in entry:
         column = Column(key=task, title=entry["title"], percent=True, higher_is_better=entry["higher_is_better"])
         yield (
             column,
-            Score(value=entry["score"], error=entry["standard_error"], samples=entry["samples"], condition=condition),
+            Score(
+                value=entry["score"],
+                error=entry["standard_error"],
+                samples=entry["samples"],
+                condition=condition,
+                rows=rows_of_task(entry),
+            ),
         )
         return
     for domain, found in {"all": entry["text"]["all"], **entry["text"]["domains"]}.items():
@@ -240,11 +273,17 @@ def _scores(task: str, entry: Mapping[str, Any], condition: str) -> Iterator[tup
             ("bits_per_byte", "bits_per_byte_error", "bpb"),
             ("loss", "standard_error", "text loss"),
         ):
-            if found[key] is None:
+            if not is_measured(found[key]):
                 continue
             yield (
                 Column(key=f"{key}:{domain}", title=f"{title} {domain}", percent=False, higher_is_better=False),
-                Score(value=found[key], error=found[error], samples=found["documents"], condition=condition),
+                Score(
+                    value=found[key],
+                    error=found[error],
+                    samples=found["documents"],
+                    condition=condition,
+                    rows=rows_of_text(entry, domain, key),
+                ),
             )
 
 
@@ -264,7 +303,7 @@ def _kept(document: Mapping[str, Any]) -> tuple[int | None, int | None]:
 def _from_metrics(folder: Path, name: str) -> Run:
     columns: dict[str, Column] = {}
     scores: dict[str, Score] = {}
-    expansions, tokens = [], 0
+    expansions, tokens, unknown = [], 0, list[str]()
     for number, line in _lines(folder / METRICS_FILE):
         try:
             tokens = max(tokens, line["tokens"])
@@ -272,10 +311,13 @@ def _from_metrics(folder: Path, name: str) -> Run:
                 expansions.append(line)
             if line["kind"] == "validation":
                 columns, scores = _losses(line["validation"])
+                unknown = [domain for domain, one in line["validation"].items() if not is_measured(one["loss"])]
         except (KeyError, TypeError, AttributeError) as error:
             raise MoesaicError(
                 f"{folder / METRICS_FILE}:{number}: not a line of `moesaic train` ({error!r})"
             ) from error
+    if unknown:
+        warn(f"{folder}: the last held-out loss of {', '.join(unknown)} is not finite, so there is no mean of them")
     record = (read_provenance(folder) or {}) if (folder / PROVENANCE_FILE).exists() else {}
     return Run(
         name=name,
@@ -292,6 +334,7 @@ def _from_metrics(folder: Path, name: str) -> Run:
 
 def _losses(validation: Mapping[str, Any]) -> tuple[dict[str, Column], dict[str, Score]]:
     """Held-out loss by domain, and its mean over the domains."""
+    measured = {domain: found for domain, found in validation.items() if is_measured(found["loss"])}
     scores = {
         f"loss:{domain}": Score(
             value=found["loss"],
@@ -299,10 +342,10 @@ def _losses(validation: Mapping[str, Any]) -> tuple[dict[str, Column], dict[str,
             samples=found["documents"],
             condition=f"{found['documents']} documents, {found['tokens']} tokens of {domain}",
         )
-        for domain, found in validation.items()
+        for domain, found in measured.items()
     }
     titles = {f"loss:{domain}": f"loss {domain}" for domain in validation}
-    if len(scores) > 1:
+    if len(scores) > 1 and len(measured) == len(validation):
         errors = [score.error for score in scores.values()]
         known = [error for error in errors if error is not None]
         titles[_MEAN] = "mean loss"

@@ -5,11 +5,14 @@ and adding files at the end moves nothing.
 """
 
 import heapq
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import xxhash
 
 from moesaic.common import seeds
 from moesaic.common.errors import MoesaicError
@@ -17,7 +20,7 @@ from moesaic.data.files import find_files, read_records
 from moesaic.data.mmlu import category_of
 from moesaic.data.recipe import SourceRecipe
 
-_FIELD = re.compile(r"\{(\w+)\}")
+_FIELD = re.compile(r"\{(\w+)(?:\[(\d+)\])?\}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +54,30 @@ class _Row(NamedTuple):
     place: int
     number: int
     text: str
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What is calibrated on."""
+
+    texts: list[str]
+    rows: list[str]
+    """Digests of the records that must not be evaluated on: the whole share of `split`, or those that are used."""
 
 
 def calibration_texts(calibration: Calibration, *, quiet: bool = True) -> list[str]:
+    """The texts alone of `draw`."""
+    return draw(calibration, quiet=quiet).texts
+
+
+def record_digest(fields: Mapping[str, Any]) -> str:
+    """16 digits for the content of a record, wherever it lies and in whatever format."""
+    text = json.dumps(fields, sort_keys=True, ensure_ascii=False, default=str)
+    return xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
+
+
+def draw(calibration: Calibration, *, quiet: bool = True) -> Drawn:
     """The texts, in the order of the draw; with `shots`, each after the same demonstrations, separated by empty lines.
 
     Demonstrations are the last records of the same order, so they do not depend on `examples`.
@@ -62,7 +86,8 @@ def calibration_texts(calibration: Calibration, *, quiet: bool = True) -> list[s
         MoesaicError: no text is left, not enough records for the shots, a record without the fields that the template
             names or of which no text is known.
     """
-    rows: Iterable[_Row] = _rows(calibration, quiet=quiet)
+    share: list[str] = []
+    rows: Iterable[_Row] = _rows(calibration, share, quiet=quiet)
     shots = calibration.shots
     last: list[_Row] = []
     if shots:
@@ -79,7 +104,10 @@ def calibration_texts(calibration: Calibration, *, quiet: bool = True) -> list[s
         where = "" if calibration.only is None else f" with {calibration.only[0]} = {calibration.only[1]}"
         where += "" if calibration.split is None else f" in the share of --split {calibration.split:g}"
         raise MoesaicError(f"{calibration.path}: the calibration set is empty: no record{where} has any text")
-    return ["\n\n".join([*(row.text for row in last), row.text]) for row in chosen]
+    return Drawn(
+        texts=["\n\n".join([*(row.text for row in last), row.text]) for row in chosen],
+        rows=share if calibration.split is not None else [row.digest for row in (*last, *chosen)],
+    )
 
 
 def categories(path: str, field: str) -> list[str]:
@@ -98,23 +126,27 @@ def in_split(number: int, *, share: float, seed: int) -> bool:
     return seeds.within(share, "split", seed, number)
 
 
-def _rows(calibration: Calibration, *, quiet: bool) -> Iterator[_Row]:
+def _rows(calibration: Calibration, share: list[str], *, quiet: bool) -> Iterator[_Row]:
+    """The usable records; adds to `share` the digests of all that `split` draws from."""
     for number, record in enumerate(_records(calibration.path, quiet=quiet)):
+        digest = record_digest(record.fields)
+        if calibration.split is not None:
+            if not in_split(number, share=calibration.split, seed=calibration.seed):
+                continue
+            share.append(digest)
         if calibration.only is not None:
             name, value = calibration.only
             if str(_field(record.fields, name, record.where)) != value:
                 continue
-        if calibration.split is not None and not in_split(number, share=calibration.split, seed=calibration.seed):
-            continue
         text = render(record.fields, calibration.template, record.where)
         if text.strip():
-            yield _Row(seeds.order("sample", calibration.seed, number), number, text)
+            yield _Row(seeds.order("sample", calibration.seed, number), number, text, digest)
 
 
 def _records(path: str, *, quiet: bool) -> Iterator[Any]:
     source = SourceRecipe(path=path, domain="calibration")
     for file in find_files(source, quiet=quiet):
-        yield from read_records(file, ("text",), lambda _amount: None)
+        yield from read_records(file, None, lambda _amount: None)
 
 
 def render(fields: Mapping[str, Any], template: str | None, where: str) -> str:
@@ -123,7 +155,10 @@ def render(fields: Mapping[str, Any], template: str | None, where: str) -> str:
         known = dict(fields)
         if is_choice(fields):
             known["answer_text"] = fields["choices"][fields["answer"]]
-        return _FIELD.sub(lambda match: str(_field(known, match[1], where)), template.replace("\\n", "\n"))
+        try:
+            return fill(template, known)
+        except MoesaicError as error:
+            raise MoesaicError(f"{where}: {error}") from error
     for needed, text in _TEXTS:
         if all(name in fields for name in needed):
             rendered = text(fields, where)
@@ -136,6 +171,29 @@ def render(fields: Mapping[str, Any], template: str | None, where: str) -> str:
     )
 
 
+def fields_of(template: str) -> list[str]:
+    """The fields that a template names."""
+    return list(dict.fromkeys(match[1] for match in _FIELD.finditer(template)))
+
+
+def fill(template: str, fields: Mapping[str, Any]) -> str:
+    """A template with the values of `{field}`, and of `{field[0]}` where it is a list.
+
+    Raises:
+        MoesaicError: a field that is not there, or a list that is too short.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        found = _field(fields, match[1], "")
+        if match[2] is None:
+            return str(found)
+        if not isinstance(found, list) or int(match[2]) >= len(found):
+            raise MoesaicError(f"{match[1]}: has no value number {match[2]}, counted from 0, got {found!r}")
+        return str(found[int(match[2])])
+
+    return _FIELD.sub(value, template.replace("\\n", "\n"))
+
+
 _DERIVED: Mapping[str, tuple[str, Callable[[str], str]]] = {"mmlu_category": ("subject", category_of)}
 """Fields that no record has: the field that says them, and how."""
 
@@ -145,7 +203,8 @@ def _field(fields: Mapping[str, Any], name: str, where: str) -> Any:
         source, derive = _DERIVED[name]
         return derive(str(_field(fields, source, where)))
     if name not in fields:
-        raise MoesaicError(f"{where}: no field {name!r}; the record has {', '.join(map(str, fields))}")
+        place = f"{where}: " if where else ""
+        raise MoesaicError(f"{place}no field {name!r}; the record has {', '.join(map(str, fields))}")
     return fields[name]
 
 

@@ -4,7 +4,9 @@ What a source consists of is settled before anything is read: `find_files` with 
 commit. These say what the content is; `read_records` and `read_hub` give it.
 """
 
+import csv
 import importlib
+import io
 import json
 import re
 import sys
@@ -21,7 +23,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import Tick, notice, progress
 from moesaic.data.recipe import SourceRecipe
 
-Format = Literal["jsonl", "parquet", "text"]
+Format = Literal["jsonl", "parquet", "text", "csv"]
 Fields = tuple[str, ...] | None
 SUFFIXES: dict[str, Format] = {
     ".jsonl": "jsonl",
@@ -106,6 +108,20 @@ def find_files(source: SourceRecipe, *, quiet: bool = False) -> tuple[DataFile, 
     return files
 
 
+def rows_file(path: Path) -> DataFile:
+    """A file with the rows of a task; tables with commas as well, which a folder of texts is not searched for.
+
+    Raises:
+        MoesaicError: its name does not say how it is to be read.
+    """
+    name = path.with_suffix("") if path.suffix in COMPRESSED else path
+    known = SUFFIXES | {".csv": "csv"}
+    kind = known.get(name.suffix)
+    if kind is None or kind == "text":
+        raise MoesaicError(f"{path}: rows of a task are .jsonl, .parquet or .csv, {' or '.join(COMPRESSED)} included")
+    return _data_file(path, kind)
+
+
 def _data_file(path: Path, kind: Format) -> DataFile:
     size = path.stat().st_size
     if size == 0 and kind != "text":  # an empty text is an empty document, which is counted
@@ -173,6 +189,15 @@ def _read_text(file: DataFile, fields: Fields, tick: Tick) -> Iterator[Record]:
     yield Record(str(file.path), {(fields or ("text",))[0]: _text(content, str(file.path))})
 
 
+def _read_csv(file: DataFile, _fields: Fields, tick: Tick) -> Iterator[Record]:
+    content = b"".join(_chunks(file.path, tick)).removeprefix(_BYTE_ORDER_MARK)
+    for number, values in enumerate(csv.DictReader(io.StringIO(_text(content, str(file.path)))), start=1):
+        where = f"{file.path}: row {number}"
+        if None in values or None in values.values():
+            raise MoesaicError(f"{where}: has another number of fields than the first line names; put texts in quotes")
+        yield Record(where, values)
+
+
 def _text(content: bytes, where: str) -> str:
     try:
         return content.decode()
@@ -205,6 +230,7 @@ _READERS: dict[str, Callable[[DataFile, Fields, Tick], Iterator[Record]]] = {
     "jsonl": _read_jsonl,
     "parquet": _read_parquet,
     "text": _read_text,
+    "csv": _read_csv,
 }
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from moesaic.data.mmlu import CATEGORIES, PRO_CATEGORIES, SUBJECTS
-from moesaic.evaluation import tasks
+from moesaic.evaluation import rows, tasks
+from moesaic.evaluation.rows import Check, Texts, Types
 from moesaic.evaluation.tasks import Adapter, as_is
 
 
@@ -21,12 +23,20 @@ class Benchmark:
     parts: Mapping[str, str] = field(default_factory=dict)
     """lm-eval task -> value of `part_field` of its rows in local files; empty: one task of the benchmark's name."""
     part_field: str | None = None
-    fields: tuple[str, ...]
-    """Fields that the task reads of a row; one that lacks some is refused."""
+    fields: Types
+    """Fields that the task reads of a row of the hub's form, with their types; a row that has others is refused."""
+    check: Check | None = None
+    """Refuses a row of the right types whose fields do not fit each other, such as an answer that is no choice."""
+    local: Types | None = None
+    """Fields of another form of rows, which `adapt` makes the hub's of."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Keys of lm-eval's configuration that replace the task's own."""
     local_config: Mapping[str, Any] = field(default_factory=dict)
     """The same for local rows, which are adapted already."""
+    definition: Path | None = None
+    """lm-eval's own file of the task, which is then all of its definition."""
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    """Split -> file with its rows, of a task that says where they are; empty: in the folder with the data."""
     files: str | None = None
     """Local files are FILES.SPLIT.jsonl or FILES.SPLIT_anything.jsonl; None: the benchmark's name."""
     split: str = "test"
@@ -36,9 +46,7 @@ class Benchmark:
     demonstrations: int | None = None
     """How many demonstrations there are at most; None: as many as rows in their split."""
     adapt: Adapter = as_is
-    """Makes the hub's rows of local multiple-choice and other rows."""
-    adapts_all: bool = False
-    """Whether `adapt` is for every local row, not only for multiple-choice ones."""
+    """Makes the hub's rows of one of the form `local`."""
     runs_programs: bool = False
     """Whether generated programs are executed."""
     chance: float | None = None
@@ -61,33 +69,42 @@ _BBH_PARTS = (
 
 def _lettered(title: str, folder: str, question: str = "question", chance: float = 0.25, **more: Any) -> Benchmark:
     """Choices with letters: ARC, OpenBookQA, CommonsenseQA; `question` is the hub's name of that field."""
-    fields = (question, "choices", "answerKey")
-    return Benchmark(title=title, fields=fields, folder=folder, adapt=tasks.lettered(question), chance=chance, **more)
+    return Benchmark(
+        title=title,
+        fields={question: str, "choices": rows.Lettered, "answerKey": str},
+        check=rows.one_of("answerKey", lambda row: row["choices"]["label"]),
+        local=rows.CHOICE,
+        folder=folder,
+        adapt=tasks.lettered(question),
+        chance=chance,
+        **more,
+    )
 
 
 def _squad(title: str, config: Mapping[str, Any]) -> Benchmark:
     return Benchmark(
         title=title,
-        fields=("title", "context", "question", "answers"),
+        fields={"title": str, "context": str, "question": str, "answers": rows.AnswerTexts},
+        local=rows.PARAGRAPH,
         metric="f1,none",
         config=config,
         split="validation",
         adapt=tasks.paragraph_questions,
-        adapts_all=True,
     )
 
 
 def _mmlu(title: str, subjects: tuple[str, ...]) -> Benchmark:
     return Benchmark(
         title=title,
-        fields=("question", "choices", "answer"),
+        fields={"question": str, "choices": Texts, "answer": int, "subject": str},
+        check=rows.index_of("choices"),
         folder="mmlu/default",
         parts={f"mmlu_{subject}": subject for subject in subjects},
         part_field="subject",
         files="mmlu",
         shot_split="dev",
         demonstrations=5,
-        adapt=tasks.subject_question,
+        local_config=tasks.ANY_LETTERS,
         chance=0.25,
     )
 
@@ -95,7 +112,8 @@ def _mmlu(title: str, subjects: tuple[str, ...]) -> Benchmark:
 def _mmlu_pro(category: str) -> Benchmark:
     return Benchmark(
         title=f"Pro {category.replace('_', ' ')}",
-        fields=("question", "choices", "answer"),
+        fields={"question": str, "choices": Texts, "answer": int, "subject": str},
+        check=rows.index_of("choices"),
         parts={f"mmlu_pro_{category}": category},
         part_field="subject",
         config=tasks.MMLU_PRO | {"process_docs": tasks.pro_rows(category)},
@@ -103,7 +121,6 @@ def _mmlu_pro(category: str) -> Benchmark:
         files="mmlu_pro",
         shot_split="validation",
         demonstrations=5,
-        adapt=tasks.subject_question,
     )
 
 
@@ -112,7 +129,8 @@ BENCHMARKS: dict[str, Benchmark] = {
     "arc_easy": _lettered("ARC-e", "arc"),
     "boolq": Benchmark(
         title="BoolQ",
-        fields=("passage", "question", "label"),
+        fields={"passage": str, "question": str, "label": rows.FIRST_OR_SECOND},
+        local=rows.TWO_CHOICES | {"context": str},
         folder="super_glue/boolq",
         split="validation",
         adapt=tasks.yes_or_no,
@@ -120,7 +138,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "copa": Benchmark(
         title="COPA",
-        fields=("premise", "choice1", "choice2", "question", "label"),
+        fields={"premise": str, "choice1": str, "choice2": str, "question": str, "label": rows.FIRST_OR_SECOND},
         folder="super_glue/copa",
         split="validation",
         chance=0.5,
@@ -129,14 +147,16 @@ BENCHMARKS: dict[str, Benchmark] = {
     "openbookqa": _lettered("OBQA", "openbookqa", "question_stem"),
     "triviaqa": Benchmark(
         title="TriviaQA",
-        fields=("question", "answer"),
+        fields={"question": str, "answer": rows.Aliases},
         metric="exact_match,remove_whitespace",
         folder="triviaqa",
         split="validation",
     ),
     "hellaswag": Benchmark(
         title="HellaSwag",
-        fields=("query", "choices", "label"),
+        fields={"query": str, "choices": Texts, "label": str},
+        check=rows.one_of("label", lambda row: [str(number) for number in range(len(row["choices"]))]),
+        local=rows.CHOICE,
         folder="hellaswag",
         local_config={"process_docs": None},
         split="validation",
@@ -146,32 +166,28 @@ BENCHMARKS: dict[str, Benchmark] = {
     "squad2": _squad("SQuAD2", tasks.SQUAD2),
     "humaneval": Benchmark(
         title="HumanEval",
-        fields=("prompt", "canonical_solution", "test", "entry_point"),
+        fields={"prompt": str, "canonical_solution": str, "test": str, "entry_point": str},
         metric="pass@1,none",
         config=tasks.HUMANEVAL,
         shot_split=None,
         demonstrations=0,
-        adapt=tasks.problem_with_id,
-        adapts_all=True,
         runs_programs=True,
     ),
     "mbpp": Benchmark(
         title="MBPP",
-        fields=("text", "code", "test_list"),
+        fields={"text": str, "code": str, "test_list": Texts},
         metric="pass@1,none",
         config=tasks.MBPP,
         shot_split="prompt",
         demonstrations=3,
-        adapt=tasks.problem_with_id,
-        adapts_all=True,
         runs_programs=True,
     ),
     "gsm8k": Benchmark(
-        title="GSM8K", fields=("question", "answer"), metric="exact_match,flexible-extract", folder="gsm8k"
+        title="GSM8K", fields={"question": str, "answer": str}, metric="exact_match,flexible-extract", folder="gsm8k"
     ),
     "gsm8k_cot": Benchmark(
         title="GSM8K",
-        fields=("question", "answer"),
+        fields={"question": str, "answer": str},
         metric="exact_match,flexible-extract",
         folder="gsm8k",
         files="gsm8k",
@@ -180,7 +196,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "math": Benchmark(
         title="MATH",
-        fields=("problem", "solution"),
+        fields={"problem": str, "solution": str},
         metric="exact_match,none",
         folder="minerva_math",
         parts={f"minerva_math_{part}": part for part in _MINERVA_PARTS},
@@ -190,14 +206,17 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "gpqa": Benchmark(
         title="GPQA",
-        fields=("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
+        fields=dict.fromkeys(
+            ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"), str
+        ),
         folder="gpqa/zeroshot",
         parts={"gpqa_main_zeroshot": ""},
         split="train",
     ),
     "bbh": Benchmark(
         title="BBH",
-        fields=("input", "target"),
+        fields={"input": str, "target": str},
+        local={"question": str, "answer": str, "task": str},
         metric="exact_match,get-answer",
         folder="bbh/cot_fewshot",
         parts={f"bbh_cot_fewshot_{part}": part for part in _BBH_PARTS},
@@ -205,12 +224,19 @@ BENCHMARKS: dict[str, Benchmark] = {
         shot_split=None,
         demonstrations=3,
         adapt=tasks.input_target,
-        adapts_all=True,
     ),
-    "csqa": _lettered("CSQA", "commonsense_qa", chance=0.2, parts={"commonsense_qa": ""}, split="validation"),
+    "csqa": _lettered(
+        "CSQA",
+        "commonsense_qa",
+        chance=0.2,
+        parts={"commonsense_qa": ""},
+        split="validation",
+        local_config=tasks.ANY_LETTERS_OF_HUB,
+    ),
     "piqa": Benchmark(
         title="PIQA",
-        fields=("goal", "sol1", "sol2", "label"),
+        fields={"goal": str, "sol1": str, "sol2": str, "label": rows.FIRST_OR_SECOND},
+        local=rows.TWO_CHOICES,
         folder="piqa",
         split="validation",
         adapt=tasks.two_solutions,
@@ -218,7 +244,9 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "social_iqa": Benchmark(
         title="SocialIQA",
-        fields=("context", "question", "answerA", "answerB", "answerC", "label"),
+        fields=dict.fromkeys(("context", "question", "answerA", "answerB", "answerC"), str)
+        | {"label": Literal["1", "2", "3"]},
+        local=rows.THREE_CHOICES,
         folder="siqa",
         split="validation",
         adapt=tasks.three_answers,
@@ -226,7 +254,8 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "winogrande": Benchmark(
         title="WinoGrande",
-        fields=("sentence", "option1", "option2", "answer"),
+        fields={"sentence": str, "option1": str, "option2": str, "answer": Literal["1", "2"]},
+        local=rows.TWO_CHOICES,
         folder="winogrande",
         split="validation",
         adapt=tasks.two_options,
@@ -234,25 +263,45 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "squad": _squad("SQuAD", tasks.SQUAD),
     "coqa": Benchmark(
-        title="CoQA", fields=("story", "questions", "answers"), metric="f1,none", folder="coqa", split="validation"
+        title="CoQA",
+        fields={
+            "story": str,
+            "questions": rows.Turns,
+            "answers": rows.Turns,
+            "additional_answers": dict[str, rows.Turns] | None,
+        },
+        metric="f1,none",
+        folder="coqa",
+        split="validation",
     ),
     "naturalqs": Benchmark(
         title="NaturalQS",
-        fields=("question", "answer"),
+        fields={"question": str, "answer": Texts},
+        check=rows.at_least_one("answer"),
         metric="f1,none",
         config=tasks.NATURAL_QUESTIONS,
         split="validation",
     ),
     "triviaqa_f1": Benchmark(
         title="TriviaQA",
-        fields=("question", "answer"),
+        fields={"question": str, "answer": rows.Aliases},
         metric="f1,none",
         config=tasks.TRIVIAQA_F1,
         files="triviaqa",
         split="validation",
     ),
     "drop": Benchmark(
-        title="DROP", fields=("passage", "question"), metric="f1,none", folder="drop", split="validation"
+        title="DROP",
+        fields={
+            "query_id": str,
+            "passage": str,
+            "question": str,
+            "answer": rows.Found,
+            "validated_answers": rows.AllFound,
+        },
+        metric="f1,none",
+        folder="drop",
+        split="validation",
     ),
     **{f"mmlu_{name}": _mmlu(name.replace("_", " "), subjects) for name, subjects in CATEGORIES.items()},
     **{f"mmlu_pro_{name}": _mmlu_pro(name) for name in PRO_CATEGORIES},

@@ -5,7 +5,7 @@ First the jobs: the tasks whose data is there, with what identifies their number
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,33 +14,34 @@ from moesaic.checkpoint.pio import check_file
 from moesaic.checkpoint.results import FORMAT
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.common.numbers import finite_only
 from moesaic.common.progress import notice, warn
 from moesaic.common.verbs import verb
-from moesaic.evaluation import harness, perplexity
-from moesaic.evaluation.benchmarks import BENCHMARKS, PERPLEXITY
+from moesaic.data.files import rows_file
+from moesaic.evaluation import harness, perplexity, samples
+from moesaic.evaluation.benchmarks import Benchmark
 from moesaic.evaluation.local import (
     DataMissingError,
     HeldOut,
     Subset,
     Subsets,
+    digests_of,
     file_hashes,
-    find_split,
+    find_rows,
     load_subsets,
     read_local,
     refuse_too_many_shots,
 )
+from moesaic.evaluation.own import HeldOutText, definition_of, find_task
 from moesaic.evaluation.programs import check_isolation
-from moesaic.evaluation.recipe import TEXT_METRIC, EvalRecipe, Suite, SuiteTask, load_suite
+from moesaic.evaluation.recipe import TEXT_METRIC, EvalRecipe, Suite, SuiteTask, chosen_suite
 from moesaic.evaluation.results import (
     EvalResult,
     continued,
-    finite_only,
     new_document,
     record_suite,
     write_results,
 )
-
-_WIDER = "a model that overflows needs --dtype bfloat16 or float32"
 
 
 @dataclass(kw_only=True)
@@ -52,6 +53,8 @@ class Job:
     """Key of the number that is the score."""
     identity: dict[str, Any]
     subset: Subset | None
+    benchmark: Benchmark | None = None
+    """None: held-out text."""
     missing_parts: tuple[str, ...] = ()
     tasks: Mapping[str, Any] = field(default_factory=dict)
     rows: dict[str, list[int]] | None = None
@@ -59,7 +62,11 @@ class Job:
     documents: list[perplexity.Document] = field(default_factory=list)
 
 
-@verb(EvalRecipe, positional=("checkpoint",), out=True)
+def _several(given: Any) -> tuple[str, ...]:
+    return (str(given),) if isinstance(given, str | Path) else tuple(map(str, given))
+
+
+@verb(EvalRecipe, positional=("checkpoint",), out="file", convert={"task": _several})
 def evaluate(
     recipe: EvalRecipe,
     out: str | Path | None = None,
@@ -83,15 +90,17 @@ def evaluate(
     path = None if out is None else Path(out)
     if path is not None:
         check_file(path, replaces=FORMAT)
-    suite = recipe.suite if isinstance(recipe.suite, Suite) else load_suite(recipe.suite, shots=recipe.shots)
+    if recipe.samples is not None:
+        check_file(recipe.samples, replaces=samples.MARK)
+    suite = chosen_suite(recipe)
     opened = open_checkpoint(recipe.checkpoint)
     subsets = None if recipe.selection is None else load_subsets(Path(recipe.selection), opened)
     jobs, missing = prepare(recipe, suite, subsets)
     document = new_document(opened, recipe)
     if path is not None and path.exists() and not overwrite:
-        identities = {job.task.task: job.identity | {"metric": job.metric} for job in jobs}
+        identities = {job.task.name: job.identity | {"metric": job.metric} for job in jobs}
         document = continued(path, document, identities)
-    todo = [job for job in jobs if job.task.task not in document["tasks"]]
+    todo = [job for job in jobs if job.task.name not in document["tasks"]]
 
     def save() -> None:
         record_suite(document, suite, missing)
@@ -109,7 +118,7 @@ def evaluate(
         suite=suite.name,
         document=document,
         missing={name: reason for name, reason in missing.items() if name not in document["tasks"]},
-        ran=tuple(job.task.task for job in (jobs if dry_run else todo) if job.task.task not in missing),
+        ran=tuple(job.task.name for job in (jobs if dry_run else todo) if job.task.name not in missing),
         dry_run=dry_run,
     )
 
@@ -126,64 +135,80 @@ def prepare(recipe: EvalRecipe, suite: Suite, subsets: Subsets | None) -> tuple[
     jobs, missing = [], {}
     for task in suite.tasks:
         try:
-            subset = None if subsets is None else subsets.find(task.task)
-            if task.task == PERPLEXITY:
-                jobs.append(_text_job(recipe, task, subset))
+            subset = None if subsets is None else subsets.find(task.name)
+            found = find_task(task.task).task
+            if isinstance(found, HeldOutText):
+                jobs.append(_text_job(recipe, task, subset, found))
             else:
-                jobs.append(_benchmark_job(recipe, suite, task, subset))
+                jobs.append(_benchmark_job(recipe, suite, task, subset, found))
         except DataMissingError as error:
-            missing[task.task] = str(error)
+            missing[task.name] = str(error)
     if not jobs:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(missing.items())[:3])
         raise MoesaicError(f"--suite {suite.name}: no task can be measured ({reasons})")
     return jobs, missing
 
 
-def _benchmark_job(recipe: EvalRecipe, suite: Suite, task: SuiteTask, subset: Subset | None) -> Job:
-    benchmark = BENCHMARKS[task.task]
+def _benchmark_job(
+    recipe: EvalRecipe, suite: Suite, task: SuiteTask, subset: Subset | None, benchmark: Benchmark
+) -> Job:
+    shots = task.shots or 0
     if benchmark.runs_programs:
         if not recipe.allow_code_execution:
             raise DataMissingError("it runs programs that the model writes; --allow-code-execution allows that")
         check_isolation()
-    refuse_too_many_shots(benchmark, task.shots)
-    local, file = None, None
+    refuse_too_many_shots(benchmark, shots)
     folder = None if recipe.data_dir is None else Path(recipe.data_dir)
-    if folder is not None:
-        file = find_split(folder, benchmark.files or task.task, benchmark.split)
-    held_out = _held_out(recipe, suite, subset, file)
-    if folder is not None:
-        local = read_local(task.task, benchmark, folder, shots=task.shots, held_out=held_out)
-    elif subset is not None and subset.drawn() is not None:
-        raise DataMissingError("its selection was made on a share of local rows; --data-dir with these says which")
-    if file is not None and subset is not None and subset.drawn_from(file) is None:
-        _warn_of_seen(subset, file, f"rows of {task.task}")
-    tasks = harness.build(task.task, benchmark, shots=task.shots, seed=recipe.seed, local=local)
+    if benchmark.definition is None and (folder is not None or benchmark.paths):
+        file = find_rows(task.name, benchmark, folder, benchmark.split, shots=shots)
+        seen = None if subset is None else _seen(subset, digests_of(file), str(file), f"rows of {task.name}")
+        held_out = _held_out(recipe, suite, subset, seen, str(file))
+        local = read_local(task.name, benchmark, folder, shots=shots, held_out=held_out)
+        tasks = harness.build(task.name, benchmark, shots=shots, seed=recipe.seed, local=local)
+    else:
+        local = None
+        tasks = harness.build(task.name, benchmark, shots=shots, seed=recipe.seed, local=None)
+        where = f"the data of {task.name}"
+        seen = None if subset is None else _seen(subset, harness.digests_of(tasks), where, f"rows of {task.name}")
+        if subset is not None and subset.drawn() is not None and not seen:
+            raise DataMissingError("its selection was made on a share of local rows; --data-dir with these says which")
+        held_out = _held_out(recipe, suite, subset, seen, where)
+    rows = None if local or held_out is None else harness.rows_left(tasks, held_out, recipe.limit)
+    if rows is not None and not any(rows.values()):
+        raise DataMissingError("no row is left beside those that selections are made on")
     identity = _identity(task, subset, held_out) | {
-        "data": dict(local.hashes) if local else "hub",
+        "data": dict(local.hashes) if local else "hub" if benchmark.definition is None else harness.rows_digest(tasks),
         "lm_eval_tasks": {name: str(one.VERSION) for name, one in tasks.items()},
+        **definition_of(task.task),
     }
     return Job(
         task=task,
-        metric=task.metric or benchmark.metric,
+        metric=task.metric or benchmark.metric or harness.first_metric(tasks),
         identity=identity,
         subset=subset,
+        benchmark=benchmark,
         tasks=tasks,
         missing_parts=local.missing_parts if local else (),
-        rows=None if local or held_out is None else harness.rows_left(tasks, held_out, recipe.limit),
+        rows=rows,
     )
 
 
-def _text_job(recipe: EvalRecipe, task: SuiteTask, subset: Subset | None) -> Job:
-    if recipe.data_dir is None:
+def _text_job(recipe: EvalRecipe, task: SuiteTask, subset: Subset | None, text: HeldOutText) -> Job:
+    if text.path is not None:
+        files = (rows_file(text.path),)
+    elif recipe.data_dir is None:
         raise DataMissingError("held-out text is local; give --data-dir")
-    files = perplexity.held_out_files(Path(recipe.data_dir))
-    documents = perplexity.read_documents(files, domain_field=recipe.domain_field, limit=recipe.limit)
+    else:
+        files = perplexity.held_out_files(Path(recipe.data_dir))
+    domain_field = recipe.domain_field if text.domain is None else text.domain
+    documents = perplexity.read_documents(files, domain_field=domain_field, text_field=text.text, limit=recipe.limit)
     if subset is not None:
         for file in files:
-            _warn_of_seen(subset, file.path, "held-out texts")
+            _seen(subset, perplexity.digests_of(file), str(file.path), "held-out texts", may_leave_out=False)
     identity = _identity(task, subset, None) | {
         "data": file_hashes(files),
-        "domain_field": recipe.domain_field,
+        "domain_field": domain_field,
+        **definition_of(task.task),
     }
     return Job(task=task, metric=TEXT_METRIC, identity=identity, subset=subset, documents=documents)
 
@@ -192,31 +217,40 @@ def _identity(task: SuiteTask, subset: Subset | None, held_out: HeldOut | None) 
     return {
         "shots": task.shots,
         "selection": None if subset is None else subset.digest,
-        "left_out": None if held_out is None else vars(held_out),
+        "left_out": None if held_out is None else held_out.record(),
     }
 
 
-def _held_out(recipe: EvalRecipe, suite: Suite, subset: Subset | None, file: Path | None) -> HeldOut | None:
-    """The rows to leave out: those of the file that the selection was made on, or that one would be made on."""
+def _held_out(recipe: EvalRecipe, suite: Suite, subset: Subset | None, seen: int | None, where: str) -> HeldOut | None:
+    """The rows to leave out: those that the selection was made on, or that one would be made on."""
     drawn = None if subset is None else subset.drawn()
-    here = None if subset is None or file is None else subset.drawn_from(file)
+    here = drawn if seen else None
     if recipe.selection_share is not None:
         if subset is not None and here is not None and here.share != recipe.selection_share:
             raise MoesaicError(
                 f"--selection-share {recipe.selection_share:g}: {subset.file} was made on a share of {here.share:g} of "
-                f"{file}; leave the flag out"
+                f"{where}; leave the flag out"
             )
-        return HeldOut(share=recipe.selection_share, seed=drawn.seed if drawn else 0)
+        return here or HeldOut(share=recipe.selection_share, seed=drawn.seed if drawn else 0)
     if here is not None or suite.selection_share is None:
         return here
-    return drawn or HeldOut(share=suite.selection_share, seed=0)
+    return HeldOut(share=drawn.share if drawn else suite.selection_share, seed=drawn.seed if drawn else 0)
 
 
-def _warn_of_seen(subset: Subset, file: Path, what: str) -> None:
-    """Say where a selection was made on what is evaluated."""
-    if subset.made_on(file):
-        how = "without --split" if subset.drawn() is None else "where --split does not tell which rows are evaluated"
-        warn(f"{subset.file}: was made on {file} {how}, so {what} are among its own")
+def _seen(subset: Subset, digests: Sequence[str], where: str, what: str, *, may_leave_out: bool = True) -> int:
+    """How many of the rows a selection was made on; says where they stay in, and where it cannot be known."""
+    if subset.rows is None and subset.needs_rows:
+        warn(
+            f"{subset.file}: does not say which rows it was made on (statistics, or an older file), so {what} may be "
+            "among its own; make it anew with `moesaic select --data`"
+        )
+    seen = subset.seen(digests)
+    if seen and (subset.drawn() is None or not may_leave_out):
+        how = "" if subset.drawn() is not None else " without --split"
+        warn(
+            f"{subset.file}: was made on {seen} of the {len(digests)} rows of {where}{how}, so {what} are among its own"
+        )
+    return seen
 
 
 # --- running them -----------------------------------------------------------------------------------------------------
@@ -232,27 +266,48 @@ def _run_all(
 ) -> None:
     """Load the model, run the jobs, save the results after each; adds to `missing` what the model is too short for."""
     from moesaic.loading import load, load_tokenizer
+    from moesaic.modeling.finite import watched
 
+    kept = None if recipe.samples is None else samples.SamplesFile(Path(recipe.samples))
     tokenizer: Any = load_tokenizer(recipe.checkpoint)
     model = load(recipe.checkpoint, device=recipe.device, dtype=recipe.dtype)
     lm = harness.wrap(model, tokenizer, batch_size=recipe.batch_size)
     for job in jobs:
-        name, started = job.task.task, time.monotonic()
+        name, started = job.task.name, time.monotonic()
         try:
             harness.refuse_short_reach(lm, job.tasks)
         except DataMissingError as error:
             missing[name] = str(error)
             continue
-        with _restricted(model, job.subset):
-            measured = (_run_text if job.documents else _run_benchmark)(job, recipe, lm, quiet)
-        entry = finite_only(measured)
-        if entry != measured:
-            warn(f"{name}: some of its numbers are infinite or not numbers, and null in the results; {_WIDER}")
+        with _restricted(model, job.subset), watched(model) as seen:
+            measured, lines = (_run_text if job.documents else _run_benchmark)(job, recipe, lm, quiet)
+        entry = measured_only(measured, seen.not_finite)
+        if entry["not_finite"] is not None:
+            warn(f"{name}: {entry['not_finite']}; no number of it is reported")
         entry["seconds"] = round(time.monotonic() - started, 3)
         document["tasks"][name] = entry
         save()
+        if kept is not None:
+            kept.put(name, lines if entry["score"] is not None or "text" in entry else ())
         score = "no score" if entry["score"] is None else f"{entry['score']:.4f}"
         notice(f"{name}: {entry['metric']} {score}, {entry['seconds']:.0f} s", quiet=quiet)
+
+
+def measured_only(entry: Mapping[str, Any], not_finite: object | None) -> dict[str, Any]:
+    """An entry of the results without the numbers that were not measured; `not_finite` says why they are null.
+
+    A benchmark counts answers, which it also does where the logits say nothing: one call that is not finite takes all
+    of its numbers. Of text, the documents tell themselves.
+    """
+    kept = finite_only(entry)
+    if not_finite is not None and "text" not in kept:
+        nothing = {"score": None, "standard_error": None}
+        kept |= nothing | {"rows": None}
+        kept["metrics"] = {name: {"value": None, "standard_error": None} for name in kept["metrics"]}
+        kept["parts"] = {name: part | nothing for name, part in kept["parts"].items()}
+    if not_finite is None and kept["score"] is None:
+        not_finite = "the loss is beyond what a number holds" if kept["samples"] else "there is no row to measure"
+    return kept | {"not_finite": None if not_finite is None else str(not_finite)}
 
 
 def _restricted(model: Any, subset: Subset | None) -> contextlib.AbstractContextManager[Any]:
@@ -261,18 +316,24 @@ def _restricted(model: Any, subset: Subset | None) -> contextlib.AbstractContext
     return contextlib.nullcontext() if subset is None else restrict(model, subset.selection)
 
 
-def _run_benchmark(job: Job, recipe: EvalRecipe, lm: Any, quiet: bool) -> dict[str, Any]:
-    benchmark, metric = BENCHMARKS[job.task.task], job.metric
+Lines = Iterable[Mapping[str, Any]]
+"""Of `--samples`."""
+
+
+def _run_benchmark(job: Job, recipe: EvalRecipe, lm: Any, quiet: bool) -> tuple[dict[str, Any], Lines]:
+    benchmark, metric = job.benchmark, job.metric
+    assert benchmark is not None
     measured = harness.run(lm, job.tasks, limit=recipe.limit, seed=recipe.seed, quiet=quiet, rows=job.rows)
     whole = harness.pooled(list(measured.values()))
     if metric not in whole.metrics:
-        raise MoesaicError(f"{job.task.task}: has no metric {metric!r}; it has {', '.join(sorted(whole.metrics))}")
+        raise MoesaicError(f"{job.task.name}: has no metric {metric!r}; it has {', '.join(sorted(whole.metrics))}")
 
     def numbers(one: harness.Measured) -> dict[str, Any]:
         score, error = one.metrics[metric]
         return {"score": score, "standard_error": error, "samples": one.samples}
 
-    return {
+    by_part = {benchmark.parts.get(task, ""): one for task, one in measured.items()}
+    entry = {
         **_entry(job, title=benchmark.title, higher_is_better=True),
         "samples": whole.samples,
         **numbers(whole),
@@ -280,20 +341,27 @@ def _run_benchmark(job: Job, recipe: EvalRecipe, lm: Any, quiet: bool) -> dict[s
         "metrics": {
             name: {"value": value, "standard_error": error} for name, (value, error) in sorted(whole.metrics.items())
         },
-        "parts": {benchmark.parts[task]: numbers(one) for task, one in measured.items()} if len(measured) > 1 else {},
+        "parts": {part: numbers(one) for part, one in by_part.items()} if len(by_part) > 1 else {},
         "missing_parts": list(job.missing_parts),
+        "rows": samples.row_scores(whole.asked, metric),
     }
+    return entry, samples.lines_of_benchmark(job.task.name, {part: one.asked for part, one in by_part.items()})
 
 
-def _run_text(job: Job, recipe: EvalRecipe, lm: Any, quiet: bool) -> dict[str, Any]:
+def _run_text(job: Job, recipe: EvalRecipe, lm: Any, quiet: bool) -> tuple[dict[str, Any], Lines]:
     found = perplexity.measure(lm.model, lm.tokenizer, job.documents, batch_size=recipe.batch_size, quiet=quiet)
-    total = found["all"]
-    return _entry(job, title="bits per byte", higher_is_better=False) | {
+    total, rows = found["all"], found.pop("rows")
+    entry = _entry(job, title="bits per byte", higher_is_better=False) | {
         "samples": total["documents"],
         "score": total[job.metric],
         "standard_error": total["bits_per_byte_error"],
         "text": found,
+        "rows": rows,
     }
+    measured = zip(job.documents, rows["losses"], rows["tokens"], strict=True)
+    return entry, (
+        {"task": job.task.name, **vars(document), "loss": loss, "tokens": tokens} for document, loss, tokens in measured
+    )
 
 
 def _entry(job: Job, *, title: str, higher_is_better: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import logging
 import math
 import random
@@ -14,12 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from moesaic.common.errors import MoesaicError
+from moesaic.data.calibration import record_digest
 from moesaic.evaluation.benchmarks import Benchmark
 from moesaic.evaluation.local import WHOLE, DataMissingError, HeldOut, LocalData
 
-_NEEDED = "moesaic eval: needs lm_eval; pip install 'moesaic[eval]'"
+_NEEDED = "tasks need lm_eval; pip install 'moesaic[eval]'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,8 @@ class Measured:
     samples: int
     metrics: Mapping[str, tuple[float, float | None]]
     """`metric,filter` -> value and standard error; no error where lm-eval has none."""
+    asked: tuple[Mapping[str, Any], ...] = ()
+    """lm-eval's sample of every row and filter: requests, answers, scores."""
 
 
 def require_lm_eval() -> None:
@@ -55,6 +60,8 @@ def build(name: str, benchmark: Benchmark, *, shots: int, seed: int, local: Loca
     Raises:
         DataMissingError: the hub's data set cannot be had, or a package that the task needs.
     """
+    if benchmark.definition is not None:
+        return _defined(benchmark.definition, name, shots=shots, seed=seed)
     with _silent(quiet=True):
         import lm_eval
         from lm_eval.tasks import TaskManager
@@ -80,6 +87,10 @@ def build(name: str, benchmark: Benchmark, *, shots: int, seed: int, local: Loca
         try:
             tasks = manager.load(specs)["tasks"]
         except (OSError, ImportError, ValueError, AssertionError) as error:
+            if local is not None and type(error).__module__.startswith("pyarrow"):
+                raise MoesaicError(
+                    f"{name}: a field has another type in one row than in the others ({error})"
+                ) from error
             if local is not None:
                 raise
             first, *_ = str(error).strip().splitlines() or [type(error).__name__]
@@ -87,6 +98,42 @@ def build(name: str, benchmark: Benchmark, *, shots: int, seed: int, local: Loca
     for task in tasks.values():
         task.set_fewshot_seed(seed)
     return dict(tasks)
+
+
+def _defined(file: Path, name: str, *, shots: int, seed: int) -> dict[str, Any]:
+    """The task of lm-eval's own file; Python functions that it names beside itself are imported, as by lm-eval."""
+    with _silent(quiet=True):
+        from lm_eval.api.task import ConfigurableTask
+        from lm_eval.tasks._yaml_loader import load_yaml
+
+        _seed(seed)
+        try:
+            config = {key: value for key, value in load_yaml(file).items() if key not in ("tag", "group")}
+            task: Any = ConfigurableTask(config=config | {"task": name, "num_fewshot": shots})
+        except (OSError, ImportError) as error:
+            first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+            raise DataMissingError(f"its data set or a package is not to be had ({first})") from error
+        except Exception as error:  # whatever a file that lm-eval cannot use raises there
+            raise MoesaicError(f"{file}: lm-eval does not take this task ({error})") from error
+    task.set_fewshot_seed(seed)
+    return {name: task}
+
+
+def first_metric(tasks: Mapping[str, Any]) -> str:
+    """The key of the first metric of a task, as results have it."""
+    config = next(iter(tasks.values())).config
+    filters = [one["name"] for one in config.filter_list or []]
+    metric = (config.metric_list or [{"metric": "acc"}])[0]["metric"]
+    return f"{metric},{filters[0] if filters else 'none'}"
+
+
+def rows_digest(tasks: Mapping[str, Any]) -> str:
+    """The hash of all rows that tasks ask."""
+    digest = xxhash.xxh3_128()
+    for task in tasks.values():
+        for row in task.eval_docs:
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
 
 
 def _rows_of(part: str, benchmark: Benchmark) -> str:
@@ -121,6 +168,11 @@ def _data(benchmark: Benchmark, part: str, *, shots: int, local: LocalData | Non
     return changes
 
 
+def digests_of(tasks: Mapping[str, Any]) -> list[str]:
+    """The digests of the rows that tasks ask."""
+    return [record_digest(row) for task in tasks.values() for row in task.eval_docs]
+
+
 def refuse_short_reach(lm: Any, tasks: Mapping[str, Any]) -> None:
     """Refuse tasks whose answers may be longer than the model reaches; lm-eval would stop in the middle.
 
@@ -139,8 +191,8 @@ def rows_left(tasks: Mapping[str, Any], held_out: HeldOut, limit: int | None) ->
     """Of each task, the first `limit` rows that selections leave; rows of the hub are numbered within their task."""
     found = {}
     for name, task in tasks.items():
-        numbers = range(len(task.eval_docs))
-        found[name] = [n for n in numbers if not held_out.holds(n)][:limit]
+        rows = enumerate(task.eval_docs)
+        found[name] = [number for number, row in rows if not held_out.holds(number, record_digest(row))][:limit]
     return found
 
 
@@ -163,26 +215,33 @@ def run(
             task_dict={"tasks": dict(tasks), "groups": {}, "group_map": {}},
             limit=None if rows else limit,
             samples=rows,
-            log_samples=False,
+            log_samples=True,
             confirm_run_unsafe_code=True,  # ours are isolated, and refused before where that is not allowed
         )
     return {name: _measured(results, name) for name in tasks}
 
 
 def pooled(parts: Sequence[Measured]) -> Measured:
-    """One benchmark out of its parts: means over all rows, and lm-eval's pooled standard error."""
+    """One benchmark out of its parts: means over all rows, and lm-eval's pooled standard error.
+
+    Parts without a row count for nothing.
+    """
     from lm_eval.api.metrics import pooled_sample_stderr
 
+    parts = [part for part in parts if part.samples] or parts
     if len(parts) == 1:
         return parts[0]
+    asked = tuple(one for part in parts for one in part.asked)
     sizes = [part.samples for part in parts]
+    if not sum(sizes):
+        return parts[0]
     metrics: dict[str, tuple[float, float | None]] = {}
     for name in parts[0].metrics:
         values, errors = zip(*(part.metrics[name] for part in parts), strict=True)
         mean = sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
         known = all(error is not None for error in errors) and sum(sizes) > len(sizes)
         metrics[name] = (mean, float(pooled_sample_stderr(list(errors), sizes)) if known else None)
-    return Measured(samples=sum(sizes), metrics=metrics)
+    return Measured(samples=sum(sizes), metrics=metrics, asked=asked)
 
 
 def _measured(results: Mapping[str, Any], name: str) -> Measured:
@@ -194,7 +253,19 @@ def _measured(results: Mapping[str, Any], name: str) -> Measured:
             error = values.get(f"{metric}_stderr,{filter_name}")
             known = isinstance(error, (int, float)) and math.isfinite(error)
             metrics[key] = (float(value), float(error) if known else None)  # lm-eval writes "N/A" where it has none
-    return Measured(samples=int(results["n-samples"][name]["effective"]), metrics=metrics)
+    samples = int(results["n-samples"][name]["effective"])
+    if not samples:
+        metrics = dict.fromkeys(metrics, (math.nan, None))
+    asked = sorted(results["samples"][name], key=lambda one: one["doc_id"])
+    return Measured(samples=samples, metrics=metrics, asked=tuple(asked))
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Make requests as a run makes them: quietly, from the same seed."""
+    _seed(seed)
+    with _silent(quiet=True):
+        yield
 
 
 def _seed(seed: int) -> None:

@@ -2,7 +2,8 @@
 for all tasks or a folder with one per task or category, and the rows that these were made on. Torch-free.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,18 @@ import xxhash
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
-from moesaic.data.calibration import in_split, is_choice
-from moesaic.data.files import SUFFIXES, DataFile, Record, find_files, hash_files, read_records
-from moesaic.data.recipe import SourceRecipe
+from moesaic.common.recipe import convert_fields
+from moesaic.data.calibration import in_split, record_digest
+from moesaic.data.files import DataFile, Record, hash_files, read_records, rows_file
 from moesaic.evaluation.benchmarks import Benchmark
-from moesaic.evaluation.tasks import Row, as_is
+from moesaic.evaluation.rows import index_of, lacking
+from moesaic.evaluation.tasks import Row
 from moesaic.families.identity import describe, refuse_other_model
 from moesaic.families.moe import detect_running
 from moesaic.routing.subset import Selection, load_selection
 
 _COMPRESSIONS = ("", ".gz", ".zst")
+_DIGITS = 16  # of a record's digest
 WHOLE = ""
 """The part of a benchmark that has no parts."""
 
@@ -36,10 +39,16 @@ class HeldOut:
 
     share: float
     seed: int
+    rows: frozenset[str] | None = None
+    """Digests of the rows, where a selection says them; None: the draw by the number of the row says."""
 
-    def holds(self, number: int) -> bool:
-        """Whether row `number` is in it."""
-        return in_split(number, share=self.share, seed=self.seed)
+    def holds(self, number: int, digest: str) -> bool:
+        """Whether a row is in it; its content decides where it is known."""
+        return digest in self.rows if self.rows is not None else in_split(number, share=self.share, seed=self.seed)
+
+    def record(self) -> dict[str, Any]:
+        """What results say of it."""
+        return {"share": self.share, "seed": self.seed}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +57,8 @@ class LocalData:
 
     rows: Mapping[str, Mapping[str, list[Row]]]
     """Part (value of the benchmark's `part_field`, or `WHOLE`) -> split -> rows; parts without rows are left out."""
+    places: Mapping[str, list[tuple[int, str]]]
+    """Part -> of each evaluated row, the number and the digest of the record that it is of."""
     hashes: Mapping[str, str]
     """File name -> xxh3_128 of its bytes."""
     missing_parts: tuple[str, ...]
@@ -76,7 +87,7 @@ def find_split(folder: Path, stem: str, split: str) -> Path:
 
 
 def read_local(
-    name: str, benchmark: Benchmark, folder: Path, *, shots: int, held_out: HeldOut | None = None
+    name: str, benchmark: Benchmark, folder: Path | None, *, shots: int, held_out: HeldOut | None = None
 ) -> LocalData:
     """Read the rows of a benchmark and, where demonstrations come from a split, of that split.
 
@@ -85,24 +96,27 @@ def read_local(
         MoesaicError: a row that is broken, with its file and line.
     """
     refuse_too_many_shots(benchmark, shots)
-    stem = benchmark.files or name
     splits = [benchmark.split]
     if shots and benchmark.shot_split is not None:
         splits.append(benchmark.shot_split)
-    files = {split: _find(folder, stem, split, shots=shots, evaluated=benchmark.split) for split in splits}
+    files = {split: find_rows(name, benchmark, folder, split, shots=shots) for split in splits}
     parts = dict.fromkeys(benchmark.parts.values() if benchmark.part_field else (WHOLE,))
     rows: dict[str, dict[str, list[Row]]] = {part: {split: [] for split in splits} for part in parts}
+    places: dict[str, list[tuple[int, str]]] = {part: [] for part in parts}
     for split, file in files.items():
-        left_out = held_out if split == benchmark.split else None
-        for part, row in _rows(file, benchmark, left_out):
+        evaluated = split == benchmark.split
+        for part, row, place in _rows(file, benchmark, held_out if evaluated else None):
             if part in rows:
                 rows[part][split].append(row)
+            if part in rows and evaluated:
+                places[part].append(place)
     complete = {part: by_split for part, by_split in rows.items() if all(by_split.values())}
     if not complete:
         raise DataMissingError(f"{files[benchmark.split]} has no rows of {name}")
     return LocalData(
         rows=complete,
-        hashes=file_hashes([_data_file(path) for path in files.values()]),
+        places=places,
+        hashes=file_hashes([rows_file(path) for path in files.values()]),
         missing_parts=tuple(part for part in parts if part not in complete),
     )
 
@@ -113,43 +127,78 @@ def refuse_too_many_shots(benchmark: Benchmark, shots: int) -> None:
         raise DataMissingError(f"it has {benchmark.demonstrations} demonstrations, not {shots}")
 
 
-def _find(folder: Path, stem: str, split: str, *, shots: int, evaluated: str) -> Path:
+def find_rows(name: str, benchmark: Benchmark, folder: Path | None, split: str, *, shots: int) -> Path:
+    """The file of a split, where the task says it is or in the folder.
+
+    Raises:
+        DataMissingError: there is none.
+    """
+    if benchmark.paths:
+        return benchmark.paths[split]
+    if folder is None:
+        raise DataMissingError(f"{name}: its rows are files of a folder; give it with --data-dir")
     try:
-        return find_split(folder, stem, split)
+        return find_split(folder, benchmark.files or name, split)
     except DataMissingError as error:
-        if split == evaluated:
+        if split == benchmark.split:
             raise
         raise DataMissingError(f"{error}, from which its {shots} demonstrations come; --shots 0 takes none") from error
 
 
-def _rows(file: Path, benchmark: Benchmark, held_out: HeldOut | None) -> Iterator[tuple[str, Row]]:
-    for number, record in enumerate(read_records(_data_file(file), ("text",), lambda _amount: None)):
-        if held_out is not None and held_out.holds(number):
+def _rows(file: Path, benchmark: Benchmark, held_out: HeldOut | None) -> Iterator[tuple[str, Row, tuple[int, str]]]:
+    """Part, row and place of what a file has of a benchmark."""
+    for number, record in enumerate(read_records(rows_file(file), None, lambda _amount: None)):
+        digest = record_digest(record.fields)
+        if held_out is not None and held_out.holds(number, digest):
             continue
         part = _part(record, benchmark.part_field)
         for row in _adapted(record, benchmark):
-            yield part, row
+            yield part, row, (number, digest)
+
+
+def digests_of(file: Path) -> list[str]:
+    """The digest of every record of a file with rows."""
+    return [record_digest(record.fields) for record in read_records(rows_file(file), None, lambda _amount: None)]
 
 
 def _adapted(record: Record, benchmark: Benchmark) -> list[Row]:
-    """The rows of a record in the hub's form."""
-    adapt = benchmark.adapt if benchmark.adapts_all or is_choice(record.fields) else as_is
+    """The rows of a record in the hub's form, every field in its type."""
+    rows, local = [record.fields], benchmark.local
+    missing = lacking(benchmark.fields, record.fields)
+    if missing and local is not None:
+        if still := lacking(local, record.fields):
+            raise _not_a_row(record, benchmark, still[0])
+        read = convert_fields(local, record.fields, name=record.where)
+        with _at(record):
+            if local.get("answer") is int:
+                index_of("choices")(read)
+            rows = list(benchmark.adapt(read))
+    elif missing:
+        raise _not_a_row(record, benchmark, missing[0])
+    typed = [convert_fields(benchmark.fields, row, name=record.where) for row in rows]
+    if benchmark.check is not None:
+        with _at(record):
+            for row in typed:
+                benchmark.check(row)
+    return typed
+
+
+@contextlib.contextmanager
+def _at(record: Record) -> Iterator[None]:
+    """Put a record's place before what is wrong with it."""
     try:
-        rows = list(adapt(record.fields))
-    except KeyError as error:
-        raise _not_a_row(record, benchmark, f"no field {error}") from error
-    except (ValueError, TypeError, AttributeError, IndexError) as error:
-        raise _not_a_row(record, benchmark, str(error)) from error
-    for row in rows:
-        if lacking := [name for name in benchmark.fields if name not in row]:
-            raise _not_a_row(record, benchmark, f"no field {lacking[0]!r}")
-    return rows
+        yield
+    except MoesaicError as error:
+        raise MoesaicError(f"{record.where}: {error}") from error
 
 
-def _not_a_row(record: Record, benchmark: Benchmark, reason: str) -> MoesaicError:
+def _not_a_row(record: Record, benchmark: Benchmark, missing: str) -> MoesaicError:
+    forms = [", ".join(benchmark.fields)]
+    if benchmark.local is not None:
+        forms.append(", ".join(name for name in benchmark.local if lacking({name: benchmark.local[name]}, {})))
     return MoesaicError(
-        f"{record.where}: not a row of {benchmark.title} ({reason}); it has {', '.join(map(str, record.fields))}, and "
-        f"the hub's fields are {', '.join(benchmark.fields)}"
+        f"{record.where}: not a row of {benchmark.title} (no field {missing!r}); it has "
+        f"{', '.join(map(str, record.fields))}, and the hub's fields are {', or those here '.join(forms)}"
     )
 
 
@@ -159,10 +208,6 @@ def _part(record: Record, field: str | None) -> str:
     if field not in record.fields:
         raise MoesaicError(f"{record.where}: no field {field!r}, which says what part of the benchmark the row is of")
     return str(record.fields[field]).strip().lower().replace(" ", "_")
-
-
-def _data_file(path: Path) -> DataFile:
-    return DataFile(path=path, format=SUFFIXES[".jsonl"], size=path.stat().st_size)
 
 
 def file_hashes(files: Sequence[DataFile]) -> dict[str, str]:
@@ -195,33 +240,32 @@ class Subset:
 
     def drawn(self) -> HeldOut | None:
         """The share of the rows that it was made on, where it was made on a share."""
-        data = self.selection.details.get("data") or {}
-        share = data.get("split")
-        return None if share is None or share >= 1 else HeldOut(share=float(share), seed=int(data.get("seed", 0)))
-
-    def made_on(self, file: Path) -> bool:
-        """Whether it was made on rows of a file, or of a folder with it."""
-        data = self._data_path()
-        return data is not None and file.resolve().is_relative_to(data)
-
-    def drawn_from(self, file: Path) -> HeldOut | None:
-        """The share of a file's rows that it was made on.
-
-        None also for all but the first file of a folder: rows are counted over all files, so theirs are not known.
-        """
-        data = self._data_path()
-        if data is None or not self.made_on(file):
+        share = self._data.get("split")
+        if share is None or share >= 1:
             return None
-        first = (
-            data
-            if data.is_file()
-            else find_files(SourceRecipe(path=str(data), domain="calibration"), quiet=True)[0].path
-        )
-        return self.drawn() if first.resolve() == file.resolve() else None
+        return HeldOut(share=float(share), seed=int(self._data.get("seed", 0)), rows=self.rows)
 
-    def _data_path(self) -> Path | None:
-        path = (self.selection.details.get("data") or {}).get("path")
-        return None if path is None else Path(path).expanduser().resolve()
+    @property
+    def rows(self) -> frozenset[str] | None:
+        """Digests of the records that it was made on; None where it does not say."""
+        text = self._data.get("rows")
+        if not isinstance(text, str):
+            return None
+        return frozenset(text[start : start + _DIGITS] for start in range(0, len(text), _DIGITS))
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether it was made on records at all."""
+        return bool(self._data) or bool(self.selection.details.get("domains"))
+
+    def seen(self, digests: Iterable[str]) -> int:
+        """How many of some records it was made on; of one that does not say, 0."""
+        rows = self.rows or frozenset()
+        return sum(digest in rows for digest in digests)
+
+    @property
+    def _data(self) -> dict[str, Any]:
+        return self.selection.details.get("data") or {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
+from moesaic.data.calibration import record_digest
 from moesaic.data.files import DataFile, find_files, read_records
 from moesaic.data.recipe import SourceRecipe
 from moesaic.evaluation.local import DataMissingError
@@ -27,6 +29,9 @@ from moesaic.modeling.cross_entropy import IGNORED, ratio_with_error, token_loss
 WINDOW = 2048
 """Most tokens that are predicted at once; a model that reaches less far has smaller windows."""
 _POSITIONS = 8192  # in one batch, padding included
+
+_MOST_NATS = 709.0
+"""exp of more is no float64."""
 
 _HELD_OUT = (".valid", ".validation", ".test", ".heldout", ".held_out")
 
@@ -55,7 +60,12 @@ def held_out_files(folder: Path) -> tuple[DataFile, ...]:
 
 
 def read_documents(
-    files: Sequence[DataFile], *, domain_field: str, source_field: str = "source", limit: int | None = None
+    files: Sequence[DataFile],
+    *,
+    domain_field: str,
+    text_field: str = "text",
+    source_field: str = "source",
+    limit: int | None = None,
 ) -> list[Document]:
     """The documents of all files, empty ones left out; of each domain the first `limit`.
 
@@ -65,10 +75,12 @@ def read_documents(
     documents: list[Document] = []
     counts: dict[str, int] = {}
     for file in files:
-        for record in read_records(file, ("text",), lambda _amount: None):
-            text, domain = record.fields.get("text"), _domain(record.fields, domain_field, file, record.where)
+        for record in read_records(file, None, lambda _amount: None):
+            text, domain = record.fields.get(text_field), _domain(record.fields, domain_field, file, record.where)
             if not isinstance(text, str):
-                raise MoesaicError(f"{record.where}: no field 'text' with the held-out text; perplexity needs one")
+                raise MoesaicError(
+                    f"{record.where}: no field {text_field!r} with the held-out text; perplexity needs one"
+                )
             if domain == "all":
                 raise MoesaicError(
                     f"{record.where}: the domain is called 'all', as the total over domains is; rename it"
@@ -80,6 +92,11 @@ def read_documents(
     if not documents:
         raise MoesaicError(f"{files[0].path.parent}: no document has any text; perplexity needs at least one")
     return documents
+
+
+def digests_of(file: DataFile) -> list[str]:
+    """The digest of every record of a file."""
+    return [record_digest(record.fields) for record in read_records(file, None, lambda _amount: None)]
 
 
 def _domain(fields: Mapping[str, Any], name: str, file: DataFile, where: str) -> str:
@@ -99,7 +116,8 @@ def measure(
     """Losses over all documents, and by domain and by source.
 
     Returns:
-        `all`, `domains`, `sources` (what `text_loss` gives, each) and `window`, the tokens of one.
+        `all`, `domains`, `sources` (what `text_loss` gives, each), `window`, the tokens of one, and `rows`: the domain,
+        loss (sum, nats), tokens and bytes of every document, and a hash of their texts.
     """
     window = _window(model)
     losses_N, tokens_N = document_losses(
@@ -118,6 +136,13 @@ def measure(
         "domains": by([document.domain for document in documents]),
         "sources": by([document.source for document in documents]),
         "window": window,
+        "rows": {
+            "hash": xxhash.xxh3_128("\0".join(document.text for document in documents).encode()).hexdigest(),
+            "domains": [document.domain for document in documents],
+            "losses": losses_N.tolist(),
+            "tokens": tokens_N.long().tolist(),
+            "bytes": bytes_N.long().tolist(),
+        },
     }
 
 
@@ -134,7 +159,7 @@ def text_loss(losses_N: Tensor, tokens_N: Tensor, bytes_N: Tensor) -> dict[str, 
     return {
         "loss": per_token.loss,
         "standard_error": per_token.standard_error,
-        "perplexity": math.exp(min(per_token.loss, 700.0)),  # more is no float64
+        "perplexity": math.exp(per_token.loss) if per_token.loss < _MOST_NATS else math.inf,
         "bits_per_byte": per_byte.loss * to_bits,
         "bits_per_byte_error": None if error is None else error * to_bits,
         "documents": per_token.documents,

@@ -5,7 +5,6 @@ Finished tasks are kept by a second call with the same settings; one with others
 
 import contextlib
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -17,6 +16,7 @@ from moesaic.checkpoint.record import fingerprint, read_provenance, versions
 from moesaic.checkpoint.results import FORMAT, mean_error, read_results
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.common.numbers import shown
 from moesaic.evaluation.recipe import Average, EvalRecipe, Suite
 from moesaic.families.identity import sample_hash
 from moesaic.families.moe import detect_moe
@@ -84,7 +84,7 @@ def average(rule: Average, suite: Suite, tasks: Mapping[str, Mapping[str, Any]])
     Without all of its tasks, whole, it is not the paper's average, and `complete` is false. The standard error is that
     of independent tasks: root of the sum of squared errors, over their number; None where one is unknown.
     """
-    names = [task.task for task in suite.tasks if task.task not in rule.without]
+    names = [task.name for task in suite.tasks if task.name not in rule.without]
     over = [name for name in names if name in tasks and tasks[name]["score"] is not None]
     missing = [name for name in names if name not in over]
     partial = [name for name in over if tasks[name].get("missing_parts")]
@@ -157,22 +157,13 @@ def record_suite(document: dict[str, Any], suite: Suite, missing: Mapping[str, s
     document["suites"][suite.name] = {
         "about": suite.about,
         "version": suite.version,
-        "tasks": [task.task for task in suite.tasks],
+        "tasks": [task.name for task in suite.tasks],
     }
     kept = {name: reason for name, reason in document["missing"].items() if name not in tasks}
     document["missing"] = kept | {name: reason for name, reason in missing.items() if name not in tasks}
     others = [one for one in document["averages"] if one["suite"] != suite.name]
     own = [{"suite": suite.name} | average(rule, suite, tasks) for rule in suite.averages]
     document["averages"] = others + own
-
-
-def finite_only(value: Any) -> Any:
-    """Plain values with None for every number that JSON does not have: NaN and the infinities."""
-    if isinstance(value, dict):
-        return {key: finite_only(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [finite_only(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- what `moesaic eval` says at the end ------------------------------------------------------------------------------
@@ -192,8 +183,8 @@ class EvalResult:
     """Tasks that this call measured, or, in a dry run, would look at."""
     dry_run: bool
 
-    def score(self, task: str) -> float:
-        """The score of a task, as a share (or bits per byte)."""
+    def score(self, task: str) -> float | None:
+        """The score of a task, as a share (or bits per byte); None where the model did not give finite logits."""
         return self.document["tasks"][task]["score"]
 
     def to_dict(self) -> dict[str, Any]:
@@ -223,23 +214,20 @@ class EvalResult:
 
 def _task_line(name: str, task: Mapping[str, Any]) -> str:
     if "text" in task:
-        return "\n".join(_text_lines(name, task["text"]))
+        return "\n".join(_text_lines(name, task["text"], task.get("not_finite")))
+    why = f" ({task['not_finite']})" if task.get("not_finite") else ""
     parts = f" ({len(task['parts'])} parts, {len(task['missing_parts'])} missing)" if task["missing_parts"] else ""
     shots = f"{task['shots']} shots, {task['samples']} rows"
-    return f"{name}{parts}: {_share(task['score'], task['standard_error'])} {task['metric']}, {shots}"
+    return f"{name}{parts}: {_share(task['score'], task['standard_error'])} {task['metric']}, {shots}{why}"
 
 
-def _text_lines(name: str, text: Mapping[str, Any]) -> list[str]:
+def _text_lines(name: str, text: Mapping[str, Any], not_finite: str | None) -> list[str]:
     rows = {"all": text["all"], **text["domains"]}
     return [
-        f"{name} of {domain}: {_number(row['perplexity'], 3)}, {_number(row['bits_per_byte'], 4)} bits per byte, "
-        f"loss {_number(row['loss'], 4)}, {row['documents']} documents, {row['tokens']:,} tokens"
+        f"{name} of {domain}: {shown(row['perplexity'], '.3f')}, {shown(row['bits_per_byte'], '.4f')} bits per byte, "
+        f"loss {shown(row['loss'], '.4f')}, {row['documents']} documents, {row['tokens']:,} tokens"
         for domain, row in rows.items()
-    ]
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    ] + ([] if not_finite is None else [f"{name}: {not_finite}"])
 
 
 def _average_line(average: Mapping[str, Any]) -> str:

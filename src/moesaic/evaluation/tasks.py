@@ -1,7 +1,7 @@
 """What lm-eval is given of each benchmark: the rows of local files, the prompts, and the scores of free answers.
 
-Local multiple-choice rows are `{question, choices, answer (index)[, context, subject]}`. A row that is no such one is
-taken as it is: it must then have the hub's fields. Prompts are here for tasks that lm-eval has not, or not in the
+Local multiple-choice rows are `{question, choices, answer (index)[, context, subject]}`; a row with all of the hub's
+fields is taken as it is. Prompts are here for tasks that lm-eval has not, or not in the
 papers' form or not without the network; docs/eval.md describes them. Pure functions and lm-eval's configurations.
 """
 
@@ -16,7 +16,7 @@ from moesaic.evaluation.programs import humaneval_results, mbpp_results
 Row = dict[str, Any]
 Adapter = Callable[[Row], Iterator[Row]]
 
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def as_is(row: Row) -> Iterator[Row]:
@@ -32,8 +32,8 @@ def lettered(question: str) -> Adapter:
         yield {
             "id": str(row.get("id", "")),
             question: row["question"],
-            "choices": {"text": choices, "label": list(_LETTERS[: len(choices)])},
-            "answerKey": _LETTERS[row["answer"]],
+            "choices": {"text": choices, "label": list(LETTERS[: len(choices)])},
+            "answerKey": LETTERS[row["answer"]],
         }
 
     return adapt
@@ -72,11 +72,6 @@ def endings(row: Row) -> Iterator[Row]:
     yield {"query": row["question"], "choices": row["choices"], "label": str(row["answer"])}
 
 
-def subject_question(row: Row) -> Iterator[Row]:
-    """MMLU and MMLU-Pro."""
-    yield {name: row[name] for name in ("question", "choices", "answer", "subject")}
-
-
 def input_target(row: Row) -> Iterator[Row]:
     """BIG-Bench Hard."""
     yield {"input": row["question"], "target": row["answer"], "task": row["task"]}
@@ -86,17 +81,19 @@ def paragraph_questions(row: Row) -> Iterator[Row]:
     """SQuAD: a row per question of a paragraph; no answer means that the paragraph does not say it."""
     for asked in row["qas"]:
         yield {
-            "id": asked["id"],
-            "title": row["title"],
+            "id": str(asked.get("id", "")),
+            "title": row.get("title") or "",
             "context": row["context"],
             "question": asked["question"],
-            "answers": {"text": list(asked["answers"])},
+            "answers": {"text": _answer_texts(asked.get("answers") or [])},
         }
 
 
-def problem_with_id(row: Row) -> Iterator[Row]:
-    """HumanEval and MBPP: the fields have the hub's names already."""
-    yield {name: value for name, value in row.items() if name != "id"} | {"task_id": row["id"]}
+def _answer_texts(answers: Any) -> list[str]:
+    """Of texts, of SQuAD's objects with a text, or of the hub's one object of lists."""
+    if isinstance(answers, Mapping):
+        return list(answers["text"])
+    return [one["text"] if isinstance(one, Mapping) else one for one in answers]
 
 
 # --- scores of free answers: exact match and token F1, as in SQuAD (Rajpurkar et al. 2016) ---------------------------
@@ -259,16 +256,38 @@ def pro_rows(category: str) -> Callable[[Any], Any]:
     return process
 
 
+def lettered_choices(choices: Sequence[str]) -> str:
+    """A line for each choice, with its letter."""
+    return "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
+
+
 def pro_letters(doc: dict[str, Any]) -> list[str]:
-    """The letters of the choices that a question of MMLU-Pro has: up to ten."""
-    return list(_LETTERS[: len(doc["choices"])])
+    """The letters of the choices that a question has."""
+    return list(LETTERS[: len(doc["choices"])])
 
 
 def pro_question(doc: dict[str, Any]) -> str:
-    """A question of MMLU-Pro in the form of MMLU's."""
-    choices = "".join(f"{letter}. {choice}\n" for letter, choice in zip(_LETTERS, doc["choices"], strict=False))
-    return f"{doc['question'].strip()}\n{choices}Answer:"
+    """A question in the form of MMLU's, with all of its choices."""
+    return f"{doc['question'].strip()}\n{lettered_choices(doc['choices'])}\nAnswer:"
 
+
+ANY_LETTERS: dict[str, Any] = {"doc_to_text": pro_question, "doc_to_choice": pro_letters}
+"""MMLU with as many letters as a row has choices; of four, lm-eval's own prompt."""
+
+
+def letters_of_hub(doc: dict[str, Any]) -> list[str]:
+    """The letters of a row whose choices have some."""
+    return list(doc["choices"]["label"])
+
+
+def question_with_letters(doc: dict[str, Any]) -> str:
+    """A question of CommonsenseQA with as many choices as it has; of five, lm-eval's own prompt."""
+    named = zip(doc["choices"]["label"], doc["choices"]["text"], strict=True)
+    choices = "".join(f"{letter}. {text}\n" for letter, text in named)
+    return f"Question: {doc['question'].strip()}\n{choices}Answer:"
+
+
+ANY_LETTERS_OF_HUB: dict[str, Any] = {"doc_to_text": question_with_letters, "doc_to_choice": letters_of_hub}
 
 MMLU_PRO: dict[str, Any] = {
     "dataset_path": "TIGER-Lab/MMLU-Pro",

@@ -4,13 +4,15 @@ An allocation is a list of *added* copies per expert: 0 means that the expert st
 Ties go to the expert with the lower index.
 """
 
+import math
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 from moesaic.common.errors import MoesaicError
 
-Allocation = Literal["greedy", "proportional", "sample"]
+Allocation = Literal["greedy", "proportional", "sample", "sample_proportional"]
 
 
 def largest_target(num_experts: int, cap: int) -> int:
@@ -19,11 +21,19 @@ def largest_target(num_experts: int, cap: int) -> int:
 
 
 def allocate(
-    utilities: Sequence[float], added: int, *, cap: int, rule: Allocation, rng: random.Random, groups: int = 1
+    utilities: Sequence[float],
+    added: int,
+    *,
+    cap: int,
+    rule: Allocation,
+    rng: random.Random,
+    groups: int = 1,
+    temperature: float = 1.0,
 ) -> list[int]:
     """Distribute `added` copies over the experts of one layer.
 
     `groups` consecutive groups of equal size (group-limited selection) each get the same number of copies.
+    `temperature` is that of the rule `sample`.
 
     Raises:
         MoesaicError: more copies than the cap allows, or a number that the groups cannot share equally.
@@ -41,8 +51,9 @@ def allocate(
         )
     size = count // groups
     copies: list[int] = []
+    distribute = partial(sample, temperature=temperature) if rule == "sample" else RULES[rule]
     for group in range(groups):
-        copies += RULES[rule](utilities[group * size : (group + 1) * size], added // groups, cap, rng)
+        copies += distribute(utilities[group * size : (group + 1) * size], added // groups, cap, rng)
     return copies
 
 
@@ -70,12 +81,28 @@ def proportional(utilities: Sequence[float], added: int, cap: int, _rng: random.
     return copies
 
 
-def sample(utilities: Sequence[float], added: int, cap: int, rng: random.Random) -> list[int]:
+def sample(
+    utilities: Sequence[float], added: int, cap: int, rng: random.Random, *, temperature: float = 1.0
+) -> list[int]:
+    """Copies drawn one at a time by softmax(utility / temperature) among the experts below their cap.
+
+    The paper's public code (amazon-science/expert-upcycling d42f7c6). Utilities far below the temperature are drawn
+    almost evenly; where what is left of the softmax is too small for a float, evenly too.
+    """
+    largest = max(utilities)
+    return _drawn([math.exp((u - largest) / temperature) for u in utilities], added, cap, rng)
+
+
+def sample_proportional(utilities: Sequence[float], added: int, cap: int, rng: random.Random) -> list[int]:
     """Copies drawn one at a time with probability proportional to utility among the experts below their cap."""
-    copies = [0] * len(utilities)
+    return _drawn(utilities, added, cap, rng)
+
+
+def _drawn(weight_of: Sequence[float], added: int, cap: int, rng: random.Random) -> list[int]:
+    copies = [0] * len(weight_of)
     for _ in range(added):
         open_experts = [expert for expert, number in enumerate(copies) if number < cap]
-        weights = [utilities[expert] for expert in open_experts]
+        weights = [weight_of[expert] for expert in open_experts]
         if not sum(weights):
             weights = [1.0] * len(open_experts)
         copies[rng.choices(open_experts, weights)[0]] += 1
@@ -97,6 +124,7 @@ RULES: dict[Allocation, Callable[[Sequence[float], int, int, random.Random], lis
     "greedy": greedy,
     "proportional": proportional,
     "sample": sample,
+    "sample_proportional": sample_proportional,
 }
 
 

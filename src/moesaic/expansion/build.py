@@ -186,15 +186,13 @@ def _duplicate(plan: ExpandPlan, layer: MoELayerTensors, number: int, source: in
 
     def function() -> dict[str, Tensor]:
         stream = seeds.generator(plan.recipe.seed, "expand", layer.layer, "expert", number)
-        other = source
-        if plan.model.num_experts > 1:
-            other = int(torch.randint(plan.model.num_experts - 1, (1,), generator=stream))
-            other += other >= source
-        one, another = (read_expert(expert_parts(checkpoint, layer, expert), **form) for expert in (source, other))
-        made = EXPERT_OPERATORS[plan.recipe.expert_op](one, another, stream)
+        operator = EXPERT_OPERATORS[plan.recipe.expert_op]
+        partner = operator.partner_of(source, plan.model.num_experts, stream)
+        one, another = (read_expert(expert_parts(checkpoint, layer, expert), **form) for expert in (source, partner))
+        made = operator(one, another, stream)
         return {role: _stored_form(role, made, **form) for role in parts}
 
-    # The other expert is drawn when its turn comes. It need not be named here: all experts are in the result anyway.
+    # The partner is drawn when its turn comes. It need not be named here: all experts are in the result anyway.
     return together({role: (part.shape, part.dtype) for role, part in parts.items()}, function, parts.values())
 
 

@@ -7,7 +7,10 @@ from typing import Any, Literal
 from moesaic.common.errors import MoesaicError
 from moesaic.expansion.allocation import Allocation
 
-UtilityName = Literal["gradient_norm", "gradient_squared", "saliency", "weight_norm", "approx_fisher", "uniform"]
+UtilityName = Literal[
+    "gradient_norm", "gradient_squared", "saliency", "weight_norm", "approx_fisher", "second_moments", "uniform"
+]
+UtilityLayers = Literal["fc1", "fc2", "both"]
 Routing = Literal["plain", "one_per_copy_group"]
 ExpertOp = Literal[
     "copy", "random", "copy_noise", "drop", "shuffle", "interpolate", "orthogonal", "scaled_copy", "svd_perturb",
@@ -21,6 +24,9 @@ RouterOp = Literal[
 GRADIENT_UTILITIES = ("gradient_norm", "gradient_squared", "saliency")
 """Utilities that need calibration text."""
 
+MOMENT_UTILITIES = ("approx_fisher", "second_moments")
+"""Utilities that need the optimizer's second moments."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
@@ -30,8 +36,12 @@ class Growth:
     """Routed experts per layer of the result, any number."""
     utility_batches: int = 10
     """Batches that gradients are averaged over; in mid-training those of the last steps."""
+    utility_layers: UtilityLayers = "fc1"
+    """Matrices that count: fc1 (gate and up), fc2 (down), or both as one."""
     allocation: Allocation = "greedy"
-    """The best experts to their cap first, by share, or drawn by share; `uniform` goes round robin."""
+    """The best to their cap first; by share; drawn by softmax(utility / temperature), or by share."""
+    temperature: float = 1.0
+    """Of `allocation: sample`: high draws evenly, low the best experts."""
     cap: int = 3
     """Most copies added of one expert."""
     routing: Routing = "plain"
@@ -51,6 +61,8 @@ class Growth:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise MoesaicError(f"{name} must be at least 1, got {value}")
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise MoesaicError(f"temperature must be a finite number greater than 0, got {self.temperature}")
         if not (self.delta >= 0 and math.isfinite(self.delta)):
             raise MoesaicError(f"delta must be a finite number that is not negative, got {self.delta}")
 
@@ -71,7 +83,12 @@ class ExpandRecipe(Growth):
     utility_from: str | None = None
     """A utility.json that an earlier run left in its OUT."""
     calibration: tuple[str, ...] = ()
-    """Text for gradients: a .txt, .jsonl or .parquet file, a folder, or hf://org/name; repeatable."""
+    """Text for gradients: a .txt, .jsonl or .parquet file, a folder, hf://org/name, or a task by name or .yaml file, as
+    eval asks it, with the answers; repeatable, each with the same share."""
+    shots: int | None = None
+    """--calibration TASK: demonstrations before each question. Default: the task file's own, else 0."""
+    data_dir: str | None = None
+    """--calibration TASK: folder with local rows. Default: the hub's data sets."""
     batch_size: int = 8
     """Sequences per calibration batch."""
     sequence_length: int = 512
@@ -98,9 +115,9 @@ class ExpandRecipe(Growth):
 
         Raises: `MoesaicError`.
         """
-        if self.utility == "approx_fisher":
+        if self.utility in MOMENT_UTILITIES:
             raise MoesaicError(
-                "--utility approx_fisher needs the optimizer's second moments, which a checkpoint does not have; use "
+                f"--utility {self.utility} needs the optimizer's second moments, which a checkpoint does not have; use "
                 "gradient_norm with calibration text, or `expand:` in a training recipe"
             )
         if self.utility_from is not None and (self.utility is not None or self.calibration):

@@ -12,10 +12,9 @@ from moesaic.common import seeds
 from moesaic.common.errors import MoesaicError
 from moesaic.expansion.allocation import allocate, evenly, sources_of
 from moesaic.expansion.recipe import ExpandRecipe
-from moesaic.families.counting import beyond_depth
 from moesaic.families.family import DenseTwin, our_base
 from moesaic.families.identity import group_count
-from moesaic.families.moe import REORDERED, MoEModel, detect_moe
+from moesaic.families.moe import REORDERED, MoEModel, detect_moe, prediction_notices
 from moesaic.modeling.names import conversion_of
 
 Utilities = Mapping[int, tuple[float, ...]]
@@ -120,7 +119,16 @@ class ExpandPlan:
                 f"({self.recipe.utility or self.recipe.utility_from}); use other calibration text, or --utility uniform"
             )
         rng = random.Random(seeds.key(self.recipe.seed, "expand", layer, "allocation"))
-        return allocate(utilities, self.added, cap=self.recipe.cap, rule=self.recipe.allocation, rng=rng, groups=groups)
+        recipe = self.recipe
+        return allocate(
+            utilities,
+            self.added,
+            cap=recipe.cap,
+            rule=recipe.allocation,
+            rng=rng,
+            groups=groups,
+            temperature=recipe.temperature,
+        )
 
 
 def resolve(recipe: ExpandRecipe, opener: Callable[[str], Checkpoint] = open_checkpoint) -> ExpandPlan:
@@ -259,10 +267,12 @@ def _notices(plan: ExpandPlan) -> list[str]:
     if unused and plan.recipe.utility in ("uniform", "weight_norm", None):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
         notices.append(f"{flags}: without effect, no text is read; --calibration gives utilities from gradients")
-    extra = [layer.layer for layer in plan.model.layers if beyond_depth(plan.checkpoint.config, layer.layer)]
-    if extra and plan.recipe.utility != "uniform":
-        numbers = ", ".join(map(str, extra))
-        notices.append(f"layer {numbers} is for multi-token prediction and has no gradients: copies are spread evenly")
+    if plan.recipe.temperature != defaults["temperature"] and plan.recipe.allocation != "sample":
+        notices.append(f"--temperature: without effect, allocation {plan.recipe.allocation} is not drawn by a softmax")
+    if plan.recipe.utility_layers != defaults["utility_layers"] and plan.recipe.utility in ("uniform", None):
+        notices.append("--utility-layers: without effect, no utility is computed here")
+    evenly = "" if plan.recipe.utility in ("uniform", "weight_norm") else ", by even copies, as it has no gradients"
+    notices += prediction_notices(plan.checkpoint, f"its experts grow as well{evenly}")
     if plan.conversion is not None:
         notices.append(
             f"{plan.checkpoint.config['model_type']} cannot say one_per_copy_group: the result is "

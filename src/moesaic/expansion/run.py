@@ -70,7 +70,7 @@ class ExpandResult:
         ]
 
 
-@verb(ExpandRecipe, positional=("checkpoint",), out=True)
+@verb(ExpandRecipe, positional=("checkpoint",), out="folder")
 def expand(
     recipe: ExpandRecipe,
     out: str | Path,

@@ -1,9 +1,10 @@
 """The utility score: how useful more copies of each expert would be, from weights, from gradients, or from a file.
 
-Expert Upcycling (arXiv 2604.19835), section 3. A score is one number of each expert and layer, not negative, over all
-of the expert's matrices w; g is the gradient of the loss on calibration text, averaged over batches in fp32 and only
-then normed: `gradient_norm` ||g||_2 (the paper's best), `gradient_squared` its square, `saliency` ||w||_2 * ||g||_2,
-`weight_norm` ||w||_2. `uniform` needs no score. E experts.
+Expert Upcycling (arXiv 2604.19835), section 3. A score is one number of each expert and layer, not negative, over
+matrices w of the expert: fc1 (gate and up), fc2 (down), or both as one vector. g is the gradient of the loss on
+calibration text, averaged over batches in fp32 and only then normed: `gradient_norm` ||g||_2 (the paper's best),
+`gradient_squared` its square, `saliency` ||w||_2 * ||g||_2, `weight_norm` ||w||_2, and, with the second moments v of
+AdamW, `approx_fisher` ||g||_2^2 / (||v||_2 + 1e-8). `uniform` needs no score. E experts.
 """
 
 import json
@@ -25,7 +26,8 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
 from moesaic.data.packing import keeps_documents_apart
 from moesaic.expansion.build import Parts, expert_parts
-from moesaic.expansion.recipe import GRADIENT_UTILITIES
+from moesaic.expansion.calibration import calibration_batches
+from moesaic.expansion.recipe import GRADIENT_UTILITIES, UtilityLayers
 from moesaic.expansion.resolve import ExpandPlan
 from moesaic.families.counting import beyond_depth
 
@@ -45,15 +47,19 @@ _EXPERTS_AT_ONCE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertGradients:
-    """What a pass over calibration text says of each expert."""
+    """What a pass over calibration text says of each expert, over the matrices that count."""
 
     gradient_norms: PerLayer
-    """`||g||_2` over all matrices of the expert, g averaged over the batches."""
+    """`||g||_2`, g averaged over the batches."""
     weight_norms: PerLayer
+    moment_norms: PerLayer | None = None
+    """`||v||_2` of AdamW's second moments as they are stored; None where there is no optimizer."""
     tokens: Mapping[int, tuple[int, ...]]
     """Calibration tokens that were sent to the expert, padding not counted."""
     batches: int
 
+
+_FISHER_EPSILON = 1e-8
 
 _SCORES: dict[str, Callable[[ExpertGradients, int], tuple[float, ...]]] = {
     "gradient_norm": lambda found, layer: found.gradient_norms[layer],
@@ -61,11 +67,20 @@ _SCORES: dict[str, Callable[[ExpertGradients, int], tuple[float, ...]]] = {
     "saliency": lambda found, layer: tuple(
         weight * norm for weight, norm in zip(found.weight_norms[layer], found.gradient_norms[layer], strict=True)
     ),
+    "approx_fisher": lambda found, layer: tuple(
+        norm**2 / (moment + _FISHER_EPSILON)
+        for norm, moment in zip(found.gradient_norms[layer], (found.moment_norms or {})[layer], strict=True)
+    ),
 }
 
 
+def is_counted(layers: UtilityLayers, matrix: str) -> bool:
+    """Whether a matrix of an expert counts, by its role on disk (`up`) or its name in memory (`gate_up_proj`)."""
+    return layers == "both" or matrix.startswith("down") == (layers == "fc2")
+
+
 def scores(utility: str, gradients: ExpertGradients) -> dict[int, tuple[float, ...]]:
-    """A gradient utility of each expert, per layer."""
+    """A utility of each expert, per layer."""
     return {layer: _SCORES[utility](gradients, layer) for layer in gradients.gradient_norms}
 
 
@@ -74,6 +89,7 @@ class UtilityTable:
     """Utilities and where they come from; what utility.json holds."""
 
     utility: str
+    utility_layers: UtilityLayers = "fc1"
     config_hash: str
     """Of the checkpoint that they are of."""
     per_layer: PerLayer
@@ -112,6 +128,7 @@ class UtilityTable:
         record = {
             "format": FORMAT,
             "utility": self.utility,
+            "utility_layers": self.utility_layers,
             "config_hash": self.config_hash,
             "batches": self.batches,
             "layers": layers,
@@ -135,12 +152,14 @@ def find_utilities(plan: ExpandPlan, *, quiet: bool = False) -> UtilityTable | N
         return _read(Path(recipe.utility_from), plan)
     if recipe.utility == "uniform":
         return None
-    name, config_hash = str(recipe.utility), _config_hash(plan.checkpoint)
+    name, layers, config_hash = str(recipe.utility), recipe.utility_layers, _config_hash(plan.checkpoint)
     if name == "weight_norm":
-        return UtilityTable(utility=name, config_hash=config_hash, per_layer=_weight_norms(plan, quiet=quiet))
+        norms = _weight_norms(plan, quiet=quiet)
+        return UtilityTable(utility=name, utility_layers=layers, config_hash=config_hash, per_layer=norms)
     gradients = expert_gradients(plan, quiet=quiet)
     return UtilityTable(
         utility=name,
+        utility_layers=layers,
         config_hash=config_hash,
         per_layer=scores(name, gradients),
         tokens=gradients.tokens,
@@ -150,19 +169,21 @@ def find_utilities(plan: ExpandPlan, *, quiet: bool = False) -> UtilityTable | N
 
 
 def _weight_norms(plan: ExpandPlan, *, quiet: bool) -> dict[int, tuple[float, ...]]:
-    """`||w||_2` of all matrices of each expert together, one matrix in memory at a time."""
+    """`||w||_2` of the matrices of each expert together, one matrix in memory at a time."""
+    layers = plan.recipe.utility_layers
     norms = {}
     with progress(len(plan.model.layers), "layers", label="weight norms", quiet=quiet) as tick:
         for layer in plan.model.layers:
             norms[layer.layer] = tuple(
-                _weight_norm(expert_parts(plan.checkpoint, layer, expert)) for expert in range(layer.num_experts)
+                _weight_norm(expert_parts(plan.checkpoint, layer, expert), layers)
+                for expert in range(layer.num_experts)
             )
             tick(1)
     return norms
 
 
-def _weight_norm(parts: Parts) -> float:
-    matrices = [part.read() for role, part in parts.items() if not role.endswith("_bias")]
+def _weight_norm(parts: Parts, layers: UtilityLayers) -> float:
+    matrices = [part.read() for role, part in parts.items() if not role.endswith("_bias") and is_counted(layers, role)]
     return norms_of_stacks([matrix.unsqueeze(0) for matrix in matrices])[0]
 
 
@@ -187,21 +208,17 @@ def _read(path: Path, plan: ExpandPlan) -> UtilityTable:
             continue
         values = entry.get("utility") if isinstance(entry, dict) else None
         if values is None or not _are_utilities(values, layer.num_experts):
-            raise MoesaicError(
-                f"--utility-from {path}: layer {layer.layer} does not have {layer.num_experts} finite numbers that are "
-                "not negative; compute the utilities again"
-            )
+            wanted = f"{layer.num_experts} finite numbers that are not negative"
+            raise MoesaicError(f"--utility-from {path}: layer {layer.layer} does not have {wanted}; compute them again")
         per_layer[layer.layer] = tuple(values)
     config_hash = _config_hash(plan.checkpoint)
     return UtilityTable(utility=str(record.get("utility")), config_hash=config_hash, per_layer=per_layer)
 
 
 def _are_utilities(values: Any, count: int) -> bool:
-    return (
-        isinstance(values, list)
-        and len(values) == count
-        and all(type(value) in (int, float) and math.isfinite(value) and value >= 0 for value in values)
-    )
+    if not isinstance(values, list) or len(values) != count:
+        return False
+    return all(type(value) in (int, float) and math.isfinite(value) and value >= 0 for value in values)
 
 
 def _config_hash(checkpoint: Checkpoint) -> str:
@@ -222,43 +239,29 @@ def expert_gradients(plan: ExpandPlan, *, quiet: bool = False) -> ExpertGradient
     batches = calibration_batches(plan, quiet=quiet)
     model = load(plan.checkpoint.path)
     with progress(len(batches), "batches", label="gradients of the experts", quiet=quiet) as tick:
-        return measure(model, batches, name=plan.checkpoint.name, tick=tick)
-
-
-def calibration_batches(plan: ExpandPlan, *, quiet: bool = False) -> list["PackedBatch"]:
-    """At most `utility_batches` batches of packed text, shuffled by the seed."""
-    from moesaic.data.dataset import PackedDataset
-    from moesaic.data.recipe import DataRecipe, SourceRecipe
-    from moesaic.data.tokenise import prepare
-    from moesaic.loading import load_tokenizer
-
-    recipe = plan.recipe
-    sources = tuple(SourceRecipe(path=path, domain="calibration") for path in recipe.calibration)
-    data = DataRecipe(sequence_length=recipe.sequence_length, sources=sources, epochs=1)
-    prepared = prepare(data, load_tokenizer(plan.checkpoint.path), quiet=quiet)
-    dataset = PackedDataset(prepared, seed=recipe.seed, sequences_per_step=recipe.batch_size)
-    there = dataset.num_steps
-    assert there is not None
-    batches = [dataset.batch(step) for step in range(min(there, recipe.utility_batches))]
-    batches = [batch for batch in batches if batch.num_targets]
-    if not batches:
-        raise MoesaicError(f"--calibration {recipe.calibration[0]}: has no token to predict; give more text")
-    return batches
+        return measure(model, batches, name=plan.checkpoint.name, layers=plan.recipe.utility_layers, tick=tick)
 
 
 def measure(
-    model: Any, batches: Sequence["PackedBatch"], *, name: str, tick: Callable[[float], object] = lambda _: None
+    model: Any,
+    batches: Sequence["PackedBatch"],
+    *,
+    name: str,
+    layers: UtilityLayers = "fc1",
+    tick: Callable[[float], object] = lambda _: None,
 ) -> ExpertGradients:
     """Forward and backward of every batch; the loss of a batch is the mean over its predicted tokens.
 
     Raises:
+        NotFiniteError: logits that are not finite.
         MoesaicError: a loss that is not finite.
     """
     from moesaic.modeling.cross_entropy import IGNORED, token_losses
+    from moesaic.modeling.finite import watched
 
     device = next(model.parameters()).device
     packed = keeps_documents_apart(model)
-    with _watched(model) as experts:
+    with watched(model, refuse=name), _watched(model, layers) as experts:
         for batch in batches:
             total = 0.0
             for ids_BS, positions_BS, labels_BS, mask_BS in _parts(batch.to(device), packed=packed):
@@ -294,6 +297,7 @@ class _Watched:
     """Sums over batches while they run."""
 
     modules: Mapping[int, nn.Module]
+    layers: UtilityLayers
     sums: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     counts: dict[int, Tensor] = field(default_factory=dict)
     mask_T: Tensor | None = None
@@ -301,30 +305,37 @@ class _Watched:
     def result(self, batches: int) -> ExpertGradients:
         return ExpertGradients(
             gradient_norms={layer: self._norms(module, batches) for layer, module in self.modules.items()},
-            weight_norms={layer: norms_of_stacks(_matrices(module)) for layer, module in self.modules.items()},
+            weight_norms={layer: norms_of_stacks(self.matrices(module)) for layer, module in self.modules.items()},
             tokens={layer: tuple(self.counts[layer].tolist()) for layer in self.modules},
             batches=batches,
         )
 
+    def matrices(self, module: nn.Module) -> list[nn.Parameter]:
+        """The stacked weight matrices that count, biases left out."""
+        return [
+            p for name, p in module.named_parameters(recurse=False) if p.ndim == 3 and is_counted(self.layers, name)
+        ]
+
     def _norms(self, module: nn.Module, batches: int) -> tuple[float, ...]:
-        return tuple(norm / batches for norm in norms_of_stacks([self.sums[matrix] for matrix in _matrices(module)]))
+        sums = [self.sums[matrix] for matrix in self.matrices(module)]
+        return tuple(norm / batches for norm in norms_of_stacks(sums))
 
 
 @contextmanager
-def _watched(model: nn.Module) -> Iterator[_Watched]:
-    """Let gradients flow to expert matrices only, add them up in fp32 and count the tokens of each expert."""
+def _watched(model: nn.Module, layers: UtilityLayers) -> Iterator[_Watched]:
+    """Let gradients flow to the matrices that count only, add them up in fp32 and count the tokens of each expert."""
     modules = {
         int(match["layer"]): module for name, module in model.named_modules() if (match := _EXPERTS.search(name))
     }
     assert modules, "no stacked experts in the model"
-    watched = _Watched(modules=modules)
+    watched = _Watched(modules=modules, layers=layers)
     wanted = [parameter.requires_grad for parameter in model.parameters()]
     hooks = []
     try:
         model.requires_grad_(False)
         for layer, module in modules.items():
             hooks.append(module.register_forward_pre_hook(_counter(watched, layer), with_kwargs=True))
-            for matrix in _matrices(module):
+            for matrix in watched.matrices(module):
                 watched.sums[matrix] = torch.zeros_like(matrix, dtype=torch.promote_types(matrix.dtype, torch.float32))
                 matrix.requires_grad_(True)
                 hooks.append(matrix.register_post_accumulate_grad_hook(_adder(watched)))
@@ -353,16 +364,11 @@ def _counter(watched: _Watched, layer: int) -> Callable[..., None]:
         values = [*inputs, *keywords.values()]
         ids_TK = next(v for v in values if isinstance(v, Tensor) and not v.is_floating_point())
         assert watched.mask_T is not None
-        number = len(_matrices(module)[0])
+        number = len(watched.matrices(module)[0])
         found = ids_TK.reshape(len(watched.mask_T), -1)[watched.mask_T].flatten().bincount(minlength=number)
         watched.counts[layer] = found + watched.counts.get(layer, 0)
 
     return count
-
-
-def _matrices(module: nn.Module) -> list[nn.Parameter]:
-    """The stacked weight matrices, biases left out."""
-    return [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
 
 
 def norms_of_stacks(stacks: Sequence[Tensor]) -> tuple[float, ...]:

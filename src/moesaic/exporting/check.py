@@ -16,6 +16,7 @@ from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.progress import progress
 from moesaic.exporting.recipe import LogitCheck
 from moesaic.loading import load, pick_device
+from moesaic.modeling.finite import watched
 from moesaic.probe import random_tokens, read_text, run_logits, tokens_for
 
 RELATIVE = 2e-5
@@ -51,7 +52,8 @@ def compare_models(
         runs = []
         for path in (source, target):
             model = load(path, device=device, dtype="float32")
-            runs.append([torch.cat(list(run_logits(model, tokens, 1, tick))) for _, tokens in batches])
+            with watched(model, refuse=str(path)):
+                runs.append([torch.cat(list(run_logits(model, tokens, 1, tick))) for _, tokens in batches])
             del model
             gc.collect()
     return [compare_logits(what, one, other) for (what, _), one, other in zip(batches, runs[0], runs[1], strict=True)]
@@ -83,7 +85,8 @@ def compare_with_llama_cpp(
     total = 2 * sum(tokens.numel() for _, tokens in batches)
     with progress(total, unit="tokens", label="checking", quiet=quiet) as tick:
         model = load(native, device=device, dtype="float32")
-        ours = [torch.cat(list(run_logits(model, tokens, 1, tick))) for _, tokens in batches]
+        with watched(model, refuse=str(native)):
+            ours = [torch.cat(list(run_logits(model, tokens, 1, tick))) for _, tokens in batches]
         del model
         engine = open_llama(gguf, context=max(tokens.shape[1] for _, tokens in batches))
         theirs = []

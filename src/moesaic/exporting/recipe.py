@@ -9,7 +9,8 @@ from moesaic.families.moe_table import TARGETS
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
-DESTINATIONS = ("auto", "moesaic", *TARGETS, "gguf")
+DENSE = "dense"
+DESTINATIONS = ("auto", "moesaic", *TARGETS, "gguf", DENSE)
 """What `to` may be, besides the family that a checkpoint is of."""
 
 
@@ -21,7 +22,9 @@ class ExportRecipe:
     """A mixture of experts: folder, or hub id org/name[@revision]."""
     to: str = "auto"
     """auto (the family itself, else the best one that is exactly the model), moesaic (our architecture), mixtral,
-    qwen3_moe, qwen2_moe, olmoe, flex_olmo, granitemoeshared, or gguf."""
+    qwen3_moe, qwen2_moe, olmoe, flex_olmo, granitemoeshared, gguf, or dense (with --specialist)."""
+    specialist: str | None = None
+    """With --to dense: the name of the specialist, as CHECKPOINT's moesaic.json has it, to write as a dense model."""
     layout: Literal["input", "family", "per-expert", "fused"] = "family"
     """How experts are stored: family (as on the hub), input (as in CHECKPOINT), per-expert or fused."""
     dtype: DtypeName | None = None
@@ -32,6 +35,10 @@ class ExportRecipe:
     """Accept NaN and infinity in the weights."""
 
     def __post_init__(self) -> None:
+        if (self.to == DENSE) != (self.specialist is not None):
+            raise MoesaicError("--to dense and --specialist NAME: one needs the other")
+        if self.to == DENSE and self.layout != "family":
+            raise MoesaicError(f"--layout {self.layout}: a dense model has no experts to lay out; leave it out")
         if self.to == "gguf" and self.layout != "family":
             raise MoesaicError(f"--layout {self.layout}: GGUF files have one layout; leave it out")
 

@@ -46,6 +46,13 @@ LABELS: Mapping[str, str] = {
 }
 """Fact -> what it is called in a message."""
 
+_OWN_CODE = "; serve it with its own code (docs/serving.md)"
+_OTHER_WAYS = {
+    ONE_PER_GROUP: "; or train it further with `routing: {rule: topk}`, which native families have, or take one "
+    "specialist out of it, as a dense model, with --to dense --specialist NAME"
+}
+"""The fact "routing" -> how a model with it can become something that engines know, at a price."""
+
 _WEIGHTINGS = {"selected": SELECTED, "all": ALL, "sigmoid": "sigmoids of the selected over their sum"}
 
 
@@ -102,8 +109,8 @@ def refusal(name: str, facts: Facts, failures: Failures) -> MoesaicError:
         parts += [f"{family} ({'; '.join(lines)})"] if lines else []
     described = ("; " if common else ", ").join(parts)
     if len(families) == 1:
-        return MoesaicError(f"{name} is not exactly {described}")
-    ways = "" if facts["routing"] == PLAIN_TOP_K else "; serve it with its own code (docs/serving.md)"
+        return MoesaicError(f"{name} is not exactly {described}{_OTHER_WAYS.get(facts['routing'], '')}")
+    ways = "" if facts["routing"] == PLAIN_TOP_K else f"{_OWN_CODE}{_OTHER_WAYS.get(facts['routing'], '')}"
     return MoesaicError(f"{name} is exactly none of the native families: {described}{ways}")
 
 

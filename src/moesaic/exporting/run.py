@@ -18,7 +18,8 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import warn
 from moesaic.common.recipe import load_recipe
 from moesaic.common.verbs import verb
-from moesaic.exporting.recipe import DESTINATIONS, ExportRecipe, ExportResult, LogitCheck
+from moesaic.exporting.dense import specialist_of
+from moesaic.exporting.recipe import DENSE, DESTINATIONS, ExportRecipe, ExportResult, LogitCheck
 from moesaic.exporting.rules import config_routing, facts_of, failures_of, refusal
 from moesaic.exporting.tensors import (
     CODES,
@@ -28,16 +29,17 @@ from moesaic.exporting.tensors import (
     native_tensors,
     our_tensors,
     relaid_tensors,
+    scaling_factor,
 )
 from moesaic.exporting.view import View, view_of
 from moesaic.families.family import ONE_PER_GROUP, PLAIN_TOP_K, our_base
-from moesaic.families.moe import detect_moe
+from moesaic.families.moe import detect_moe, prediction_notices
 from moesaic.families.moe_table import MOE_FAMILIES, TARGETS
 from moesaic.modeling.names import code_files
 from moesaic.routing.config import RuleConfig
 
 
-@verb(ExportRecipe, positional=("checkpoint",), out=True, convert={"checkpoint": str})
+@verb(ExportRecipe, positional=("checkpoint",), out="folder", convert={"checkpoint": str})
 def export(
     recipe: ExportRecipe,
     out: str | Path,
@@ -66,6 +68,8 @@ def export(
     started = time.monotonic()
     if check and dry_run:
         raise MoesaicError("--check needs the result: leave out --dry-run")
+    if check and recipe.to == DENSE:
+        raise MoesaicError("--check: one specialist is another model than all of them; leave it out")
     if check:
         from moesaic.exporting.check import refuse_settings
 
@@ -142,8 +146,11 @@ class ExportPlan:
         record: dict[str, Any] = {
             "family": self.family,
             "why": self.why,
-            "experts": {"original": original_experts(checkpoint, self.num_experts, self.layers)},
         }
+        if recipe.specialist is not None:
+            record["specialist"] = recipe.specialist
+        else:
+            record["experts"] = {"original": original_experts(checkpoint, self.num_experts, self.layers)}
         if lineage := (read_provenance(checkpoint.path) or {}).get("lineage"):
             record["lineage"] = lineage
         if self.routing:
@@ -159,7 +166,7 @@ class ExportPlan:
                 title=out.rstrip("/").rpartition("/")[2],
                 bases=[checkpoint.name],
                 tags=["export", self.family],
-                command=["moesaic", "export", recipe.checkpoint, out, "--to", recipe.to, "--layout", recipe.layout],
+                command=["moesaic", "export", recipe.checkpoint, out, *_words(recipe)],
                 facts={"Family": self.family, "Because": self.why, "Layout": recipe.layout},
             ),
             record=record,
@@ -167,6 +174,12 @@ class ExportPlan:
             shard_size=parse_size(recipe.shard_size),
             allow_nonfinite=recipe.allow_nonfinite,
         )
+
+
+def _words(recipe: ExportRecipe) -> list[str]:
+    """The options that repeat an export."""
+    more = ["--layout", recipe.layout] if recipe.specialist is None else ["--specialist", recipe.specialist]
+    return ["--to", recipe.to, *more]
 
 
 def plan_export(recipe: ExportRecipe) -> ExportPlan:
@@ -182,6 +195,8 @@ def plan_export(recipe: ExportRecipe) -> ExportPlan:
     checkpoint = open_checkpoint(recipe.checkpoint)
     model_type = str(checkpoint.config.get("model_type"))
     routing = (read_provenance(checkpoint.path) or {}).get("routing")
+    if recipe.specialist is not None:
+        return _extracted(recipe, checkpoint, recipe.specialist)
     if model_type in MOE_FAMILIES and recipe.to in ("auto", model_type):
         return _relaid(recipe, checkpoint, "it is that family already", routing)
     if our_base(model_type) is not None and recipe.to == "moesaic":
@@ -201,13 +216,31 @@ def _relaid(recipe: ExportRecipe, checkpoint: Checkpoint, why: str, routing: Map
         config=_with_dtype(checkpoint.config, recipe.dtype),
         num_experts=model.num_experts,
         layers=len(model.layers),
-        notices=() if routing is None else _recorded(checkpoint, routing),
+        notices=(
+            *(() if routing is None else _recorded(checkpoint, routing)),
+            *prediction_notices(checkpoint, "it is written in this layout as well"),
+        ),
         routing=routing,
     )
 
 
+def _extracted(recipe: ExportRecipe, checkpoint: Checkpoint, specialist: str) -> ExportPlan:
+    found = specialist_of(checkpoint, specialist)
+    return ExportPlan(
+        recipe=recipe,
+        checkpoint=checkpoint,
+        family=found.base,
+        why=found.why,
+        tensors=found.tensors,
+        config=_with_dtype(found.config, recipe.dtype),
+        num_experts=0,
+        layers=0,
+        notices=found.notices,
+    )
+
+
 def _converted(recipe: ExportRecipe, checkpoint: Checkpoint, routing: Mapping[str, Any] | None) -> ExportPlan:
-    view = view_of(checkpoint)
+    view, notices = view_of(checkpoint), ()
     facts = facts_of(view) | recorded_routing(routing)
     if recipe.to == "moesaic":
         family, why = str(view.config["model_type"]), "our architecture on the dense model that its layers are made of"
@@ -228,6 +261,7 @@ def _converted(recipe: ExportRecipe, checkpoint: Checkpoint, routing: Mapping[st
         why, layout = TARGETS[family].why, "family" if recipe.layout == "input" else recipe.layout
         tensors = native_tensors(view, family, layout, CODES[recipe.dtype] if recipe.dtype else None)
         config = native_config(family, view.config)
+        notices = _folded(view, family)
     return ExportPlan(
         recipe=recipe,
         checkpoint=checkpoint,
@@ -237,7 +271,7 @@ def _converted(recipe: ExportRecipe, checkpoint: Checkpoint, routing: Mapping[st
         config=_with_dtype(config, recipe.dtype),
         num_experts=int(view.config["num_experts"]),
         layers=len(view.layers),
-        notices=_ties(recipe, view, family),
+        notices=(*notices, *_ties(recipe, view, family)),
     )
 
 
@@ -276,6 +310,18 @@ def _recorded(checkpoint: Checkpoint, routing: Mapping[str, Any]) -> tuple[str, 
     return (
         f"{checkpoint.name}: {what}: the rule is in moesaic.json, where only moesaic reads it; other engines would "
         f"route by config.json ({own})",
+    )
+
+
+def _folded(view: View, family: str) -> tuple[str, ...]:
+    """A native family has no factor on its routing weights: it is in the experts then."""
+    factor = scaling_factor(view)
+    if factor == 1.0:
+        return ()
+    return (
+        f"{view.checkpoint.name}: {family} has no factor on routing weights, so the factor {factor:g} is on down_proj "
+        f"(rounded once): an expert puts out {factor:g} times as much before its weight, which may leave float16 "
+        "where the source does not; run it in bfloat16 or float32, or export --to moesaic for float16",
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.checkpoint.lazy import Lazy, computed, concat, stack, stored
+from moesaic.checkpoint.lazy import Lazy, computed, concat, promoted, stack, stored
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.checkpoint.streaming import torch_dtype
 from moesaic.common.errors import MoesaicError
@@ -31,10 +31,11 @@ GATE = 1e-20
 def native_tensors(view: View, family: str, layout: str, written: str | None = None) -> Tensors:
     """All tensors of the model in a native family; `written`: the dtype (safetensors code) if they are cast after."""
     target, spelling = TARGETS[family], MOE_FAMILIES[family].layouts.spelling(layout, family)
-    made = dict(view.others)
+    made, factor = dict(view.others), scaling_factor(view)
     for layer in view.layers:
         prefix = f"model.layers.{layer.layer}."
-        made |= expert_tensors(prefix, spelling, layer.router, layer.experts)
+        experts = [replace(one, down_DI=times(one.down_DI, factor, written)) for one in layer.experts]
+        made |= expert_tensors(prefix, spelling, layer.router, experts)
         if target.shared is not None:
             made |= SHARED[target.shared](prefix, layer, written)
     if target.qkv_bias:
@@ -143,9 +144,7 @@ def _gated(prefix: str, layer: LayerParts, written: str | None) -> Tensors:
         gate, up, down = (_filled(dtype, shape, 0.0) for shape in (inner, inner, outer))
         shared = Expert(gate_ID=gate, up_ID=up, down_DI=down)
     else:
-        down = layer.shared.down_DI
-        where = f"{down.sources[0].file}: {down.sources[0].name}"
-        shared = replace(layer.shared, down_DI=down.map(partial(_twice, where, down.dtype)))
+        shared = replace(layer.shared, down_DI=times(layer.shared.down_DI, 2.0))
     # The smallest number of a 16-bit float with 5 bits of exponent is larger, and still gives 0.5 after rounding.
     formats = [torch.finfo(torch_dtype(code)) for code in (dtype, written or dtype)]
     value = max(GATE, *(one.smallest_normal * one.eps for one in formats))
@@ -181,11 +180,28 @@ def _filled(dtype: str, shape: tuple[int, ...], value: float) -> Lazy:
     return computed(shape, dtype, lambda: torch.full(shape, value, dtype=torch_dtype(dtype)))
 
 
-def _twice(where: str, dtype: str, values: Tensor) -> Tensor:
-    doubled = values * 2
-    if not doubled.isfinite().all():
-        raise MoesaicError(f"{where} times 2 leaves the range of {dtype}; use --dtype bfloat16 or float32")
-    return doubled
+# --- factors ----------------------------------------------------------------------------------------------------------
+
+
+def scaling_factor(view: View) -> float:
+    """The factor on the routing weights, which no family that is written here has a key for."""
+    return float(view.config.get("routed_scaling_factor", 1.0))
+
+
+def times(tensor: Lazy, factor: float, written: str | None = None) -> Lazy:
+    """A tensor times a factor, rounded once: to `written` (a safetensors code), or to its own dtype."""
+    if factor == 1.0:
+        return tensor
+    where, dtype = f"{tensor.sources[0].file}: {tensor.sources[0].name}", written or tensor.dtype
+    wide = tensor.cast(promoted(promoted(tensor.dtype, dtype), "F32"))
+    return wide.map(partial(_multiplied, where, factor, dtype), dtype)
+
+
+def _multiplied(where: str, factor: float, dtype: str, values: Tensor) -> Tensor:
+    made = (values * factor).to(torch_dtype(dtype))
+    if not made.isfinite().all():
+        raise MoesaicError(f"{where} times {factor:g} leaves the range of {dtype}; use --dtype bfloat16 or float32")
+    return made
 
 
 # --- config.json ------------------------------------------------------------------------------------------------------

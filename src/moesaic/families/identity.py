@@ -88,6 +88,12 @@ def group_count(config: Mapping[str, Any], model: MoEModel) -> int:
     return int(config.get(keys[0]) or 1)
 
 
+def shared_count(config: Mapping[str, Any], model: MoEModel) -> int:
+    """Shared experts of each MoE layer: as the config says, one where it has none of the usual keys but tensors."""
+    counts = [int(config[key]) for key in ("num_shared_experts", "n_shared_experts") if config.get(key) is not None]
+    return counts[0] if counts else int(any(layer.shared for layer in model.layers))
+
+
 def source_from_json(value: Any, where: str) -> SourceModel:
     """Read what `to_json` wrote; `where` is the file, for messages."""
     names = SourceModel.__dataclass_fields__

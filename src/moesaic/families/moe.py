@@ -13,7 +13,7 @@ from typing import Any
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.families.config_values import MOE_KINDS, check_values, require
-from moesaic.families.counting import beyond_depth
+from moesaic.families.counting import beyond_depth, layer_of
 from moesaic.families.family import MoEFamily, Places
 from moesaic.families.moe_table import KNOWN, family_of, way_out
 from moesaic.families.shrink import EXPERT_KEYS, TOP_K_KEYS
@@ -74,6 +74,9 @@ USUAL = Places(
 
 _Named = tuple[str, str]
 """A tensor's name, and what of it comes after `layers.N.`."""
+
+PREDICTION_KEY = "num_nextn_predict_layers"
+"""Layers that predict further tokens (DeepSeek-V3, GLM-4.5): stored behind the model's last one, and not run."""
 
 ROUTER_ROLES = frozenset({"router", "router_bias", "selection_bias", "router_scale"})
 
@@ -171,6 +174,20 @@ def detect_running(checkpoint: Checkpoint) -> MoEModel:
     """
     model = detect_moe(checkpoint)
     return replace(model, layers=tuple(one for one in model.layers if not beyond_depth(checkpoint.config, one.layer)))
+
+
+def prediction_notices(checkpoint: Checkpoint, what: str) -> tuple[str, ...]:
+    """One sentence where a checkpoint stores layers for multi-token prediction: `what` becomes of them in a verb.
+
+    They are grown and laid out with the others where their experts can follow, and left out where they cannot, with
+    `PREDICTION_KEY` at 0 in the config.
+    """
+    layers = {layer for layer in map(layer_of, checkpoint.tensors) if beyond_depth(checkpoint.config, layer)}
+    if not layers:
+        return ()
+    numbers, one = ", ".join(map(str, sorted(filter(None, layers)))), len(layers) == 1
+    which = f"layer {numbers} is" if one else f"layers {numbers} are"
+    return (f"{checkpoint.name}: {which} for multi-token prediction, which transformers does not run: {what}",)
 
 
 def expert_count(config: Mapping[str, Any], family: MoEFamily, name: str) -> int:

@@ -290,6 +290,7 @@ OURS = MoEFamily(
     },
     experts_key="num_experts",
     weighting="routing_weighting",
+    scaling_key="routed_scaling_factor",
     layouts=OURS_LAYOUTS,
 )
 

@@ -345,6 +345,7 @@ class MoesaicRouter(nn.Module):
         self.rule = config.routing_rule
         self.weighting = config.routing_weighting
         self.group_score = config.group_score
+        self.routed_scaling_factor = config.routed_scaling_factor
         self.members = None
         if self.rule == "one_per_group":
             groups = config.expert_groups
@@ -366,11 +367,19 @@ class MoesaicRouter(nn.Module):
             return F.linear(hidden_TD.to(dtype), self.weight.to(dtype))
 
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the routing rule: logits (tokens, experts) -> weights and ids (tokens, K)."""
+        """Apply the routing rule: logits (tokens, experts) -> weights and ids (tokens, K).
+
+        The scaling factor is on the weights and in no matrix: an expert puts out what its dense FFN does, which fits
+        float16 where the dense model's does.
+        """
         if self.members is None:
-            return route_topk(logits_TE, self.top_k, self.weighting)
-        members_GM = self._members(logits_TE.device)
-        return route_one_per_group(logits_TE, members_GM, self.top_k, self.weighting, self.group_score)
+            weights_TK, ids_TK = route_topk(logits_TE, self.top_k, self.weighting)
+        else:
+            members_GM = self._members(logits_TE.device)
+            weights_TK, ids_TK = route_one_per_group(
+                logits_TE, members_GM, self.top_k, self.weighting, self.group_score
+            )
+        return weights_TK * self.routed_scaling_factor, ids_TK
 
     def _members(self, device: torch.device) -> Tensor:
         # Not a buffer: models are built on the meta device and loaded tensor by tensor, and this is in no checkpoint.
@@ -484,6 +493,7 @@ def _make_config_class(base: str, stem: str) -> type:
         moe_layers: list[int] | None = None
         routing_rule: str = "topk"
         routing_weighting: str = "selected"
+        routed_scaling_factor: float = 1.0
         expert_groups: list[int] | list[list[int]] | None = None
         group_score: str = "max"
         expert_mlp_bias: bool = False
@@ -506,6 +516,8 @@ def check_moe_config(config: Any) -> None:
     for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
         if getattr(config, key) < 1:
             raise ValueError(f"{key} is {getattr(config, key)}: it must be at least 1")
+    if not 0 < config.routed_scaling_factor < float("inf"):
+        raise ValueError(f"routed_scaling_factor is {config.routed_scaling_factor}: it must be a positive number")
     if config.num_shared_experts < 0:
         raise ValueError(f"num_shared_experts is {config.num_shared_experts}: it must be 0 (none) or more")
     for key, choices in (

@@ -71,7 +71,7 @@ class ReportResult:
         return vars(self) | {"out": str(self.out)}
 
 
-@verb(ReportRecipe, positional=("inputs",), out=True, convert={"inputs": lambda inputs: tuple(map(str, inputs))})
+@verb(ReportRecipe, positional=("inputs",), out="file", convert={"inputs": lambda inputs: tuple(map(str, inputs))})
 def report(recipe: ReportRecipe, out: str | Path, *, overwrite: bool = False) -> ReportResult:
     """Write one HTML file about inspections, training runs and evaluations.
 
@@ -182,8 +182,6 @@ def _target(out: str | Path, overwrite: bool) -> Path:
     path = Path(out)
     if path.suffix.lower() not in (".html", ".htm"):
         raise MoesaicError(f"{path}: the report is one HTML file; end its name with .html, after the inputs")
-    if path.is_dir():
-        raise MoesaicError(f"{path}: is a folder; name a file")
     if path.exists() and not overwrite:
         raise MoesaicError(f"{path}: exists; choose another name, or pass --overwrite to replace it")
     parent = path.absolute().parent

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 else:
     RuleName = Literal[tuple(RULES)]
 
-BalanceScope = Literal["local", "global", "batch"]
+BalanceScope = Literal["local", "global", "batch", "step"]
 PoolDraw = Literal["document_and_layer", "document"]
 GroupScore = Literal["max", "mean", "log_mean_exp"]
 

@@ -210,7 +210,13 @@ def _settings(router: Any, name: str) -> RouterSettings:
         members: list[list[int]] = router.members or []
         group_of = {expert: group for group, experts in enumerate(members) for expert in experts if expert >= 0}
         groups = tuple(group_of[expert] for expert in range(router.num_experts)) if members else None
-        return replace(own, weighting=router.weighting, groups=groups, group_score=router.group_score)
+        return replace(
+            own,
+            weighting=router.weighting,
+            groups=groups,
+            group_score=router.group_score,
+            routed_scaling_factor=router.routed_scaling_factor,
+        )
     row: MoEFamily = router.__dict__.get(_ROW) or _FAMILY_OF[name]
     # The key of the config that decides about the weights is an attribute of the router.
     normalises = row.normalises({row.weighting: getattr(router, row.weighting, None)})

@@ -70,20 +70,25 @@ def balance_loss(
     """Return this rank's part of `E * sum_i f_i P_i` of one micro-step, and the load that f was taken from.
 
     `local` is `measure_load` of the same decisions. f is the fraction of selections (counts over tokens * K, so that
-    balanced routing gives 1 at every E and K), P the mean probability after the pool mask; padding counts in neither
-    (EMO, equation of section 3.1 and appendix A.1).
+    balanced routing gives 1 at every E and K), P the mean of the router's probabilities after the pool mask; padding
+    counts in neither (EMO, equation of section 3.1 and appendix A.1).
     `local`: f and P of this rank's micro-batch, the mean over ranks. `global`: f over all ranks of the micro-step.
     `batch`: also over the earlier micro-steps of the step; pass the returned load of the micro-step before as `carried`
-    (None at the first). Average over the micro-steps of a step.
+    (None at the first). Average these over the micro-steps of a step.
+    `step`: f and P over all ranks and micro-steps; pass the load of all micro-steps, which is known before the first of
+    them, as `carried` (None where there is only one). Add these up: the sum is the loss of one micro-step of them all.
     """
-    load = local if scope == "local" else reduce_load(local, group)
-    probability_tokens = load.tokens * (_ranks(group) if scope == "local" else 1)
+    if scope == "step" and carried is not None:
+        load, probability_tokens = carried, carried.tokens
+    else:
+        load = local if scope == "local" else reduce_load(local, group)
+        probability_tokens = load.tokens * (_ranks(group) if scope == "local" else 1)
     if scope == "batch" and carried is not None:
         load = carried + load
     weight_T = token_mask_T.to(decisions[0].logits_TE.dtype)
     layers = []
     for counts_E, decision in zip(load.counts_LE, decisions, strict=True):
-        probability_E = weight_T @ decision.masked_logits_TE.softmax(dim=-1)
+        probability_E = weight_T @ decision.probabilities_TE()
         selections = (load.tokens * decision.expert_ids_TK.shape[-1]).clamp_min(1)
         fraction_E = counts_E.to(probability_E.dtype) / selections
         layers.append(counts_E.numel() * (fraction_E @ probability_E) / probability_tokens.clamp_min(1))

@@ -40,6 +40,8 @@ class RouterSettings:
     groups: tuple[int, ...] | None = None
     """Group of each expert where the model's own rule is `one_per_group`."""
     group_score: GroupScore = "max"
+    routed_scaling_factor: float = 1.0
+    """Factor on the weights."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,14 +52,24 @@ class RoutingDecision:
     """Router logits before any mask, fp32 (or fp64 in an fp64 model)."""
     expert_ids_TK: Int64[Tensor, "tokens active"]
     weights_TK: Float[Tensor, "tokens active"]
-    """Weights of the selected experts, from scores without any selection bias."""
+    """Weights of the selected experts, from scores without any selection bias; the model's scaling factor included."""
     allowed_TE: Bool[Tensor, "tokens experts"] | None = None
     """Experts that the token's document may use; None where all are allowed."""
+    weighting: Weighting = "all"
+    """The router's, which says what its probabilities are."""
 
     @property
     def masked_logits_TE(self) -> Float[Tensor, "tokens experts"]:
         """Logits with -inf outside the pool: what probabilities and the z-loss are computed from."""
         return self.logits_TE if self.allowed_TE is None else mask_logits(self.logits_TE, self.allowed_TE)
+
+    def probabilities_TE(self, dtype: torch.dtype | None = None) -> Float[Tensor, "tokens experts"]:
+        """The router's probabilities over the allowed experts: softmax, or of sigmoid weights sigmoids over their sum.
+
+        Computed in `dtype`, by default that of the logits.
+        """
+        logits_TE = self.masked_logits_TE
+        return PROBABILITIES[self.weighting](logits_TE if dtype is None else logits_TE.to(dtype))
 
 
 def mask_logits(
@@ -174,7 +186,11 @@ def decide(
     masked_TE = logits_TE if allowed_TE is None else mask_logits(logits_TE, allowed_TE)
     weights_TK, expert_ids_TK = rule.select(masked_TE, bias_E)
     return RoutingDecision(
-        logits_TE=logits_TE, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK, allowed_TE=allowed_TE
+        logits_TE=logits_TE,
+        expert_ids_TK=expert_ids_TK,
+        weights_TK=weights_TK * rule.settings.routed_scaling_factor,
+        allowed_TE=allowed_TE,
+        weighting=rule.settings.weighting,
     )
 
 

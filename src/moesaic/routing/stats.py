@@ -20,11 +20,11 @@ class RoutingStats:
     counts_LE: Int64[Tensor, "layers experts"]
     """Tokens that selected the expert."""
     probability_LE: Float[Tensor, "layers experts"]
-    """Sum of the softmax over the allowed experts."""
+    """Sum of the router's probabilities over the allowed experts."""
     weight_LE: Float[Tensor, "layers experts"]
     """Sum of the weights with which the expert was used."""
     entropy_L: Float[Tensor, " layers"]
-    """Sum of the entropies of the tokens' softmax, in nats."""
+    """Sum of the entropies of the tokens' probabilities, in nats."""
     pairs_LEE: Int64[Tensor, "layers experts experts"] | None = None
     """Tokens that selected both experts; the diagonal equals `counts_LE`. None where it was not asked for."""
 
@@ -47,7 +47,7 @@ def measure_stats(
 ) -> RoutingStats:
     """Count one micro-batch. `pairs` also counts co-selection, E * E numbers per layer."""
     weight_T = token_mask_T.to(torch.float64)
-    probabilities = [decision.masked_logits_TE.to(torch.float64).softmax(dim=-1) for decision in decisions]
+    probabilities = [decision.probabilities_TE(torch.float64) for decision in decisions]
     return RoutingStats(
         tokens=token_mask_T.sum(),
         counts_LE=torch.stack([count_selections(decision, token_mask_T) for decision in decisions]),

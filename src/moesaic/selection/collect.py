@@ -3,9 +3,9 @@
 Letters: T tokens, D hidden, E experts, K active, A token-expert pairs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,8 @@ from moesaic.routing.restrict import forward_cut
 from moesaic.selection.statistics import SUMS, ExpertStatistics
 from moesaic.selection.stream import Batch, LoadedLayer, StreamedModel, make_batches
 
-Choose = Callable[[ExpertStatistics], tuple[int, ...]]
-"""From the statistics of one layer (as those of a model with this layer alone) to its kept experts."""
+Choose = Callable[[Sequence[ExpertStatistics]], tuple[int, ...]]
+"""From the statistics of one layer, a domain each (as those of a model with this layer alone), to its kept experts."""
 
 _CHUNK_TOKENS = 256
 """Tokens that are added up at once: float64 copies of all would be the largest things in memory."""
@@ -32,47 +32,51 @@ def collect_statistics(
     checkpoint: Checkpoint,
     model: MoEModel,
     source: SourceModel,
-    sequences: Sequence[Sequence[int]],
+    sequences: Mapping[str, Sequence[Sequence[int]]],
     *,
-    domain: str,
     batch_size: int,
     layerwise: Choose | None = None,
     top_k: int | None = None,
     quiet: bool = True,
-) -> ExpertStatistics:
-    """Run all sequences through the model, layer by layer from disk, and add up what every expert did.
+) -> list[ExpertStatistics]:
+    """Run all sequences through the model, layer by layer from disk, and add up what every expert did in each domain.
 
     Args:
         checkpoint: the model.
         model: its experts.
         source: its identity, recorded in the result.
-        sequences: token ids; each is a document of its own, and its tokens are all counted.
-        domain: recorded in the result.
+        sequences: domain -> token ids; each sequence is a document of its own, and its tokens are all counted.
         batch_size: sequences that go through a layer at once; it does not change the result beyond rounding.
         layerwise: choose the experts of a layer, so that the layers after it see what is left of it.
         top_k: active experts of a layer that is cut; default: the model's.
         quiet: print no progress.
+
+    Raises:
+        NotFiniteError: a layer gives NaN or infinity, so no expert can be scored by it, or by what comes after.
     """
-    batches = list(make_batches(sequences, size=batch_size, padding_id=0))
+    batches = {domain: list(make_batches(own, size=batch_size, padding_id=0)) for domain, own in sequences.items()}
+    everything = [batch for own in batches.values() for batch in own]
     active = source.top_k if top_k is None else top_k
     layers = checkpoint.config["num_hidden_layers"]
-    tokens = sum(len(ids) for ids in sequences)
-    sums: list[LayerSums] = []
+    tokens = sum(len(ids) for own in sequences.values() for ids in own)
+    sums: dict[str, list[LayerSums]] = {domain: [] for domain in batches}
     with progress(tokens * layers, unit="tokens", label="scoring", quiet=quiet) as tick:
 
         def step(layer: LoadedLayer) -> None:
             if layer.index not in source.layers:
-                _advance(layer, batches)
+                _advance(layer, everything)
             else:
-                sums.append(LayerSums(source.num_experts, model.family.scoring))
-                _score(layer, batches, sums[-1], returns=model.family.returns, advance=layerwise is None)
+                for domain, own in batches.items():
+                    sums[domain].append(LayerSums(source.num_experts, model.family.scoring))
+                    _score(layer, own, sums[domain][-1], returns=model.family.returns, advance=layerwise is None)
                 if layerwise is not None:
-                    kept = layerwise(_statistics(sums[-1:], replace(source, layers=(layer.index,)), domain))
-                    _advance_cut(layer, batches, kept, active)
+                    alone = replace(source, layers=(layer.index,))
+                    kept = layerwise([_statistics(found[-1:], alone, domain) for domain, found in sums.items()])
+                    _advance_cut(layer, everything, kept, active)
             tick(tokens)
 
-        StreamedModel(checkpoint).layers(batches, step)
-    return _statistics(sums, source, domain)
+        StreamedModel(checkpoint).layers(everything, step)
+    return [_statistics(found, source, domain) for domain, found in sums.items()]
 
 
 def _score(layer: LoadedLayer, batches: Sequence[Batch], sums: "LayerSums", *, returns: str, advance: bool) -> None:
@@ -150,5 +154,7 @@ def drift(
 
 def _statistics(sums: Sequence[LayerSums], source: SourceModel, domain: str) -> ExpertStatistics:
     names = ("counts_LE", *SUMS)
-    arrays = {name: torch.stack([getattr(one, name.replace("_LE", "_E")) for one in sums]).numpy() for name in names}
+    arrays: Any = {
+        name: torch.stack([getattr(one, name.replace("_LE", "_E")) for one in sums]).numpy() for name in names
+    }
     return ExpertStatistics(source=source, domain=domain, tokens=sums[0].tokens, **arrays)

@@ -12,17 +12,22 @@ from moesaic.checkpoint.record import model_card, original_experts, read_provena
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.checkpoint.write import NewCheckpoint, WriteResult, write_unless_dry
 from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import notice
 from moesaic.common.verbs import verb
 from moesaic.families.counting import beyond_depth, layer_of
 from moesaic.families.identity import describe, find_lineage, refuse_other_model
-from moesaic.families.moe import EXPERT_COUNT_KEYS, TOP_K_ALIASES, MoEModel, detect_running
+from moesaic.families.moe import (
+    EXPERT_COUNT_KEYS,
+    PREDICTION_KEY,
+    TOP_K_ALIASES,
+    MoEModel,
+    detect_running,
+    prediction_notices,
+)
 from moesaic.families.moe_table import KNOWN
 from moesaic.modeling.names import code_files
 from moesaic.routing.subset import Selection, check_counts, cut_routing, load_selection, own_groups
 from moesaic.selection.recipe import ExtractRecipe
-
-_PREDICTED = "num_nextn_predict_layers"
-"""Layers that predict further tokens (DeepSeek-V3): stored beyond the depth and not run, so a subset has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +44,7 @@ class ExtractResult(WriteResult):
         return [self.line(f"{self.experts} of {self.experts_before} experts per layer, {self.top_k} active")]
 
 
-@verb(ExtractRecipe, positional=("checkpoint", "selection"), out=True)
+@verb(ExtractRecipe, positional=("checkpoint", "selection"), out="folder")
 def extract(
     recipe: ExtractRecipe,
     out: str | Path,
@@ -63,6 +68,10 @@ def extract(
     selection = given if isinstance(given, Selection) else load_selection(given)
     recipe = replace(recipe, selection="selection" if isinstance(given, Selection) else str(given))
     new, active = resolve_extract(recipe, selection, out)
+    whole = selection.counts[0] == selection.source.num_experts
+    fate = "kept, as all experts are" if whole else "left out, as nothing says which of its experts to keep"
+    for line in prediction_notices(new.sources[0][1], fate):
+        notice(line, quiet=quiet)
     written = write_unless_dry(new, out, dry_run=dry_run, overwrite=overwrite, workers=workers, quiet=quiet)
     return ExtractResult(
         out=written,
@@ -113,11 +122,17 @@ def resolve_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path
                 *({"model": one.to_json(), "ids": _of_kept(ids, selection)} for one, ids in find_lineage(source)),
             ],
             **({"routing": cut_routing(routing, selection.kept)} if routing else {}),
-            "selection": {"method": selection.method, "details": dict(selection.details)},
+            "selection": {"method": selection.method, "details": _without_rows(selection.details)},
         },
         allow_nonfinite=recipe.allow_nonfinite,
     )
     return new, active
+
+
+def _without_rows(details: Mapping[str, Any]) -> dict[str, Any]:
+    """The details without the rows that the selection was made on, which are as many as the data has."""
+    data = details.get("data")
+    return {**details, "data": {key: value for key, value in data.items() if key != "rows"}} if data else dict(details)
 
 
 def _of_kept(values: Sequence[Sequence[int]], selection: Selection) -> list[list[int]]:
@@ -169,8 +184,8 @@ def cut_config(config: Mapping[str, Any], model: MoEModel, selection: Selection,
     for key in (model.family.top_k_key, *TOP_K_ALIASES):
         if config.get(key) == model.top_k:
             new[key] = active
-    if config.get(_PREDICTED) and selection.counts[0] < model.num_experts:
-        new[_PREDICTED] = 0
+    if config.get(PREDICTION_KEY) and selection.counts[0] < model.num_experts:
+        new[PREDICTION_KEY] = 0
     groups = own_groups(config, len(selection.kept))
     if groups is not None and selection.counts[0] < model.num_experts:
         new["expert_groups"] = _of_kept(groups, selection)

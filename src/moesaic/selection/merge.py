@@ -14,10 +14,18 @@ from moesaic.checkpoint.record import model_card, read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.checkpoint.write import NewCheckpoint, WriteResult, write_unless_dry
 from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import notice
 from moesaic.common.verbs import verb
 from moesaic.families.counting import beyond_depth, layer_of
 from moesaic.families.identity import Ids, SourceModel, describe, find_lineage, source_from_json
-from moesaic.families.moe import ROUTER_ROLES, ExpertTensor, MoELayerTensors, MoEModel, detect_running
+from moesaic.families.moe import (
+    ROUTER_ROLES,
+    ExpertTensor,
+    MoELayerTensors,
+    MoEModel,
+    detect_running,
+    prediction_notices,
+)
 from moesaic.modeling.names import code_files
 from moesaic.selection.recipe import MergeBackRecipe
 from moesaic.selection.slots import expert_part
@@ -40,7 +48,7 @@ class MergeBackResult(WriteResult):
         return [self.line(f"{self.experts} experts put back{more}")]
 
 
-@verb(MergeBackRecipe, positional=("full", "subset"), out=True)
+@verb(MergeBackRecipe, positional=("full", "subset"), out="folder")
 def merge_back(
     recipe: MergeBackRecipe,
     out: str | Path,
@@ -62,6 +70,8 @@ def merge_back(
     """
     started = time.monotonic()
     new, ids = resolve_merge_back(recipe, out)
+    for line in prediction_notices(new.sources[0][1], "kept as the full model has it"):
+        notice(line, quiet=quiet)
     written = write_unless_dry(new, out, dry_run=dry_run, overwrite=overwrite, workers=workers, quiet=quiet)
     return MergeBackResult(
         out=written,

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,29 @@ from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice
 from moesaic.common.verbs import verb
-from moesaic.data.calibration import Calibration, calibration_texts, domain_of, encode_texts
+from moesaic.data.calibration import encode_texts
 from moesaic.families.counting import trained_context
-from moesaic.families.identity import SourceModel, describe, refuse_other_model
-from moesaic.families.moe import MoEModel, detect_running
+from moesaic.families.identity import SourceModel, describe, refuse_other_model, shared_count
+from moesaic.families.moe import MoEModel, detect_running, prediction_notices
 from moesaic.routing.subset import FORMAT, Selection, check_counts, save_selection
 from moesaic.selection.recipe import SelectRecipe
 from moesaic.selection.scorers import mix_domains, routing_mass, score, score_random
 from moesaic.selection.statistics import FORMAT as STATISTICS_FORMAT
 from moesaic.selection.statistics import ExpertStatistics, load_statistics, merge_by_domain, save_statistics
+from moesaic.selection.texts import (
+    CalibrationSet,
+    calibration_sets,
+    data_details,
+    little_said,
+    refuse_wrong_settings,
+)
 
 
-@verb(SelectRecipe, positional=("checkpoint",), out=True)
+def _several(given: Any) -> tuple[str, ...]:
+    return () if given is None else (str(given),) if isinstance(given, str | Path) else tuple(map(str, given))
+
+
+@verb(SelectRecipe, positional=("checkpoint",), out="file", convert={"data": _several, "task": _several})
 def select(recipe: SelectRecipe, out: str | Path | None = None, *, quiet: bool = True) -> Selection:
     """Choose the experts to keep in each MoE layer, and write them to the JSON file `out` if given.
 
@@ -37,21 +49,26 @@ def select(recipe: SelectRecipe, out: str | Path | None = None, *, quiet: bool =
         MoesaicError: what cannot be kept, an empty calibration set, statistics of another model, no tokenizer, a file
             that cannot be written (before anything is scored).
     """
-    calibration = _calibration(recipe)
+    refuse_wrong_settings(recipe)
     _check_targets(recipe, out)
     opened = open_checkpoint(recipe.checkpoint)
     model = detect_running(opened)
     source = describe(opened, model)
-    count = _count(recipe, source, opened.config)
+    for line in prediction_notices(opened, "its experts are not scored, and `extract` leaves it out"):
+        notice(line, quiet=quiet)
+    count = _count(recipe, source, model, opened.config)
     parts = [_load(file, source) for file in recipe.stats]
-    if calibration is not None:
-        measured = _measure(recipe, calibration, opened, model, source, count, quiet)
+    sets = calibration_sets(recipe, quiet=quiet)
+    if sets:
+        measured = _measure(recipe, sets, opened, model, source, count, quiet)
         if recipe.stats_out is not None:
-            save_statistics(measured, recipe.stats_out)
-        parts.append(measured)
+            save_statistics(measured[0], recipe.stats_out)
+        parts += measured
     merged = merge_by_domain(parts) if parts else []
-    selection = _choose(recipe, source, merged, count, _details(recipe, calibration, merged))
-    check_counts(source, opened.config, selection.kept, top_k=recipe.top_k, where=f"--keep {recipe.keep}")
+    selection = _choose(recipe, source, merged, count, _details(recipe, sets, merged))
+    for line in little_said(selection.details["domains"]):
+        notice(line, quiet=quiet)
+    check_counts(source, opened.config, selection.kept, top_k=recipe.top_k, where=recipe.asked)
     if unreached := sum(map(len, selection.details["unreached"])):
         total = source.num_experts * len(source.layers)
         notice(
@@ -61,13 +78,6 @@ def select(recipe: SelectRecipe, out: str | Path | None = None, *, quiet: bool =
     if out is not None:
         save_selection(selection, out)
     return selection
-
-
-def _calibration(recipe: SelectRecipe) -> Calibration | None:
-    if recipe.data is None:
-        return None
-    same = ("template", "examples", "shots", "split", "only", "seed")
-    return Calibration(path=recipe.data, **{key: getattr(recipe, key) for key in same})
 
 
 def _check_targets(recipe: SelectRecipe, out: str | Path | None) -> None:
@@ -82,17 +92,23 @@ def _check_targets(recipe: SelectRecipe, out: str | Path | None) -> None:
             check_file(target, replaces=kind)
 
 
-def _count(recipe: SelectRecipe, source: SourceModel, config: Mapping[str, Any]) -> int:
-    """The number of experts to keep in each layer; refuses what no choice of experts could make run."""
+def _count(recipe: SelectRecipe, source: SourceModel, model: MoEModel, config: Mapping[str, Any]) -> int:
+    """The number of routed experts to keep in each layer; refuses what no choice of experts could make run."""
     groups = source.num_groups
-    count = parse_keep(recipe.keep, source.num_experts, groups)
+    if recipe.keep_total is None:
+        count = parse_keep(str(recipe.keep), source.num_experts, groups)
+    else:
+        shared = shared_count(config, model)
+        count = parse_keep(recipe.keep_total, source.num_experts + shared, flag="--keep-total") - shared
+        if count < 1:
+            raise MoesaicError(f"{recipe.asked}: {shared} of these are shared experts; give at least {shared + 1}")
     if count % groups:
-        raise MoesaicError(f"--keep {recipe.keep}: must be a multiple of {groups}, the router's expert groups")
+        raise MoesaicError(f"{recipe.asked}: must be a multiple of {groups}, the router's expert groups")
     probe = [best_experts(np.zeros(source.num_experts), count, groups)] * len(source.layers)
     known = {
         key: value for key, value in config.items() if key != "expert_groups"
     }  # how many are left is not known yet
-    check_counts(source, known, probe, top_k=recipe.top_k, where=f"--keep {recipe.keep}")
+    check_counts(source, known, probe, top_k=recipe.top_k, where=recipe.asked)
     return count
 
 
@@ -113,7 +129,7 @@ def _choose(
         kept=kept,
         scores=tuple(map(tuple, scores_LE.tolist())),
         routing_mass_kept=routing_mass(statistics, kept) if statistics else None,
-        details={"keep": str(recipe.keep), "seed": recipe.seed, **details},
+        details={"keep": str(recipe.keep or keep), "seed": recipe.seed, **details},
     )
 
 
@@ -131,31 +147,38 @@ def _load(file: str | Path, source: SourceModel) -> ExpertStatistics:
 
 def _measure(
     recipe: SelectRecipe,
-    calibration: Calibration,
+    sets: Sequence[CalibrationSet],
     checkpoint: Checkpoint,
     model: MoEModel,
     source: SourceModel,
     keep: int,
     quiet: bool,
-) -> ExpertStatistics:
-    texts = calibration_texts(calibration, quiet=quiet)
-    sequences = _encode(texts, recipe.max_tokens, calibration.path, checkpoint, quiet)
+) -> list[ExpertStatistics]:
+    """The statistics of every set, from one pass; sets of one domain are one."""
+    texts: dict[tuple[str, str | None], list[str]] = {}
+    for one in sets:
+        texts.setdefault((one.domain, one.path), []).extend(one.texts)
+    keys = {f"{number} {domain}": (domain, path) for number, (domain, path) in enumerate(texts)}
+    sequences = {
+        key: _encode(texts[place], recipe.max_tokens, place[1] or place[0], checkpoint, quiet)
+        for key, place in keys.items()
+    }
     from moesaic.selection.collect import collect_statistics
 
-    def kept(layer: ExpertStatistics) -> tuple[int, ...]:
-        return best_experts(_scores(recipe, layer.source, [layer])[0], keep, source.num_groups)
+    def kept(layer: Sequence[ExpertStatistics]) -> tuple[int, ...]:
+        return best_experts(_scores(recipe, layer[0].source, layer)[0], keep, source.num_groups)
 
-    return collect_statistics(
+    measured = collect_statistics(
         checkpoint,
         model,
         source,
         sequences,
-        domain=recipe.domain or domain_of(calibration.path),
         batch_size=recipe.batch_size,
         layerwise=kept if recipe.layerwise else None,
         top_k=recipe.top_k,
         quiet=quiet,
     )
+    return [replace(one, domain=keys[one.domain][0], path=keys[one.domain][1]) for one in measured]
 
 
 def _encode(texts: Sequence[str], max_tokens: int, name: str, checkpoint: Checkpoint, quiet: bool) -> list[list[int]]:
@@ -175,14 +198,13 @@ def _encode(texts: Sequence[str], max_tokens: int, name: str, checkpoint: Checkp
 
 
 def _details(
-    recipe: SelectRecipe, calibration: Calibration | None, statistics: Sequence[ExpertStatistics]
+    recipe: SelectRecipe, sets: Sequence[CalibrationSet], statistics: Sequence[ExpertStatistics]
 ) -> dict[str, Any]:
     details: dict[str, Any] = {"layerwise": recipe.layerwise, "top_k": recipe.top_k}
     if recipe.method == "easy_ep":
         details["easy_ep_variant"] = recipe.easy_ep_variant
-    if calibration is not None:
-        data = {key: value for key, value in vars(calibration).items() if value is not None}
-        details["data"] = data | ({"only": list(calibration.only)} if calibration.only else {})
+    if sets:
+        details["data"] = data_details(recipe, sets)
     details["domains"] = {one.domain: one.tokens for one in statistics}
     counts_LE = np.sum([one.counts_LE for one in statistics], axis=0) if statistics else ()
     details["unreached"] = [np.flatnonzero(row_E == 0).tolist() for row_E in counts_LE]  # selected by no token
@@ -192,7 +214,7 @@ def _details(
 # --- from scores to kept experts ------------------------------------------------------------------------------------
 
 
-def parse_keep(text: str | int, num_experts: int, num_groups: int = 1) -> int:
+def parse_keep(text: str | int, num_experts: int, num_groups: int = 1, flag: str = "--keep") -> int:
     """Number of experts in "32" or "25%" (rounded up, to whole experts per group); refuses what is not in 1..E."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", str(text))
     if match:
@@ -202,9 +224,9 @@ def parse_keep(text: str | int, num_experts: int, num_groups: int = 1) -> int:
     elif re.fullmatch(r"\s*\d+\s*", str(text)):
         keep = int(text)
     else:
-        raise MoesaicError(f"--keep {text}: not a number of experts; write 32, or 25%")
+        raise MoesaicError(f"{flag} {text}: not a number of experts; write 32, or 25%")
     if not 1 <= keep <= num_experts:
-        raise MoesaicError(f"--keep {text}: must be from 1 to {num_experts}, the number of experts in each layer")
+        raise MoesaicError(f"{flag} {text}: must be from 1 to {num_experts}, the number of experts in each layer")
     return keep
 
 

@@ -5,7 +5,7 @@ Letters: L MoE layers, E routed experts.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class ExpertStatistics:
     source: SourceModel
     domain: str
     """What the tokens are about; statistics of one domain are added, of several are mixed by `mix_domains`."""
+    path: str | None = None
+    """Where the data lies, where no domain was named: files of one name in two folders are two domains."""
     tokens: int
     counts_LE: Int64[ndarray, "layers experts"]
     """Tokens that selected the expert."""
@@ -49,7 +51,7 @@ class ExpertStatistics:
 
     def __add__(self, other: "ExpertStatistics") -> "ExpertStatistics":
         refuse_other_model(self.source, other.source, f"statistics of {self.source.name}")
-        if self.domain != other.domain:
+        if (self.domain, self.path) != (other.domain, other.path):
             raise MoesaicError(
                 f"statistics of {self.domain!r} and {other.domain!r} cannot be added; several domains are mixed, "
                 "each with the same weight"
@@ -57,6 +59,7 @@ class ExpertStatistics:
         return ExpertStatistics(
             source=self.source,
             domain=self.domain,
+            path=self.path,
             tokens=self.tokens + other.tokens,
             **{name: getattr(self, name) + getattr(other, name) for name in ("counts_LE", *SUMS)},
         )
@@ -64,12 +67,17 @@ class ExpertStatistics:
 
 def merge_by_domain(parts: Sequence[ExpertStatistics]) -> list[ExpertStatistics]:
     """Add what belongs to one domain; the domains come in the order of their names."""
-    merged: dict[str, ExpertStatistics] = {}
+    merged: dict[tuple[str, str], ExpertStatistics] = {}
     for part in parts:
-        merged[part.domain] = merged[part.domain] + part if part.domain in merged else part
+        key = (part.domain, part.path or "")
+        merged[key] = merged[key] + part if key in merged else part
     for other in merged.values():
         refuse_other_model(parts[0].source, other.source, f"statistics of {other.domain!r}")
-    return [merged[domain] for domain in sorted(merged)]
+    names = [domain for domain, _ in merged]
+    return [
+        replace(merged[name, path], domain=f"{name} ({path})") if path and names.count(name) > 1 else merged[name, path]
+        for name, path in sorted(merged)
+    ]
 
 
 def save_statistics(statistics: ExpertStatistics, file: str | Path) -> None:
@@ -78,6 +86,7 @@ def save_statistics(statistics: ExpertStatistics, file: str | Path) -> None:
         "format": FORMAT,
         "source": statistics.source.to_json(),
         "domain": statistics.domain,
+        **({"path": statistics.path} if statistics.path is not None else {}),
         "tokens": statistics.tokens,
         **{name: getattr(statistics, name).tolist() for name in ("counts_LE", *SUMS)},
     }
@@ -91,7 +100,7 @@ def load_statistics(file: str | Path) -> ExpertStatistics:
     if value.get("format") != FORMAT:
         raise MoesaicError(f"{path}: not a statistics file (format is {value.get('format')!r}, expected {FORMAT!r})")
     keys = ("format", "source", "domain", "tokens", "counts_LE", *SUMS)
-    if wrong := sorted(set(keys) ^ value.keys()):
+    if wrong := sorted(set(keys) ^ (value.keys() - {"path"})):
         raise MoesaicError(f"{path}: {wrong[0]!r} is {'missing' if wrong[0] in keys else 'unknown'}")
     source = source_from_json(value["source"], str(path))
     tokens = value["tokens"]
@@ -100,6 +109,7 @@ def load_statistics(file: str | Path) -> ExpertStatistics:
     return ExpertStatistics(
         source=source,
         domain=str(value["domain"]),
+        path=None if value.get("path") is None else str(value["path"]),
         tokens=tokens,
         counts_LE=_array(value["counts_LE"], np.int64, source, f"{path}: counts_LE"),
         **{name: _array(value[name], np.float64, source, f"{path}: {name}") for name in SUMS},

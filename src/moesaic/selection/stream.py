@@ -24,8 +24,10 @@ from moesaic.checkpoint.pio import opened, read_into
 from moesaic.checkpoint.reader import TORCH_DTYPES, read_tensor
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.common.numbers import NotFiniteError
 from moesaic.families.moe import MoELayerTensors, detect_running
 from moesaic.loading import load_config
+from moesaic.modeling.finite import first_not_finite, is_finite
 from moesaic.routing.capture import find_block, replaced_forward
 from moesaic.routing.restrict import install_recorded
 from moesaic.selection.slots import expert_part
@@ -63,9 +65,22 @@ class LoadedLayer:
 
     index: int
     module: nn.Module
+    name: str
+    """Of the checkpoint."""
 
     def run(self, batch: Batch) -> Tensor:
-        """The layer's output for a batch, without changing the batch."""
+        """The layer's output for a batch, without changing the batch.
+
+        Raises:
+            NotFiniteError: it has NaN or infinity.
+        """
+        output_BSD = self._call(batch)
+        if not is_finite(output_BSD):
+            found = first_not_finite(self.module, lambda: self._call(batch), within=f"layers.{self.index}")
+            raise NotFiniteError(f"{self.name}: {found or f'layer {self.index} gives NaN or infinity'}")
+        return output_BSD
+
+    def _call(self, batch: Batch) -> Tensor:
         assert batch.arguments is not None, "batches are prepared first"
         more, keywords = batch.arguments[self.index]
         output = self.module(batch.hidden_BSD, *more, **keywords)
@@ -107,7 +122,7 @@ class StreamedModel:
                 assert block is not None, index
                 stacks.fill(block.experts, self._moe_layers[index])
             self._load(lambda name, index=index: f".layers.{index}." in f".{name}", module)
-            step(LoadedLayer(index=index, module=module))
+            step(LoadedLayer(index=index, module=module, name=self._checkpoint.name))
             module.to_empty(device=_META)
 
     def _embed(self, batches: Sequence[Batch]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from moesaic.checkpoint.pio import explained
 from moesaic.common.errors import MoesaicError
+from moesaic.common.place import check_place
 from moesaic.common.recipe import recipe_values
 from moesaic.data.files import PREFIX, find_files
 from moesaic.training.recipe import TrainRecipe
@@ -81,7 +82,8 @@ def list_states(folder: Path) -> list[Path]:
 
 
 def refuse_overlap(out: Path, recipe: TrainRecipe) -> None:
-    """Refuse an OUT that is, holds or lies in the model, the tokenizer or the data that are read."""
+    """Refuse an OUT that can be none, or is, holds or lies in the model, the tokenizer or the data that are read."""
+    check_place(out)
     target = out.resolve()
     read = [source for source in (recipe.model, recipe.tokenizer) if isinstance(source, str)]
     data = [source.path for source in (*recipe.data.sources, *recipe.data.validation)]

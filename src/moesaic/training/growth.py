@@ -36,11 +36,13 @@ from moesaic.families.moe import detect_moe
 from moesaic.modeling.cross_entropy import ratio_with_error
 from moesaic.training.growth_plan import as_keys, described, grown_plans, resolve_transition
 from moesaic.training.metrics import Throughput
+from moesaic.training.moments import adapted
 from moesaic.training.optimizer import MOMENTS
-from moesaic.training.parallel import World
+from moesaic.training.parallel import World, whole
 from moesaic.training.result import known_experts, routing_record, write_weights
+from moesaic.training.schedule import OptimizerState
 from moesaic.training.start import Trainable, build_trainable
-from moesaic.training.state import read_tensors, set_updates, weights_of, whole
+from moesaic.training.state import read_tensors, set_updates, weights_of
 from moesaic.training.step import document_losses
 from moesaic.training.utilities import Found, check_frozen, find_utilities
 
@@ -159,6 +161,11 @@ class _Expansion:
     experts: dict[str, Any]
     """The `experts` entry of the result's moesaic.json."""
 
+    @property
+    def sources(self) -> dict[int, list[int]]:
+        """MoE layer -> source of each expert of the result."""
+        return dict(zip(self.experts["layers"], self.experts["sources"], strict=True))
+
 
 def _write_grown(run: "Session", folder: Path, number: int) -> dict[str, Any]:
     """Write what expansion `number` of the recipe makes of the model and its moments; return the record of it."""
@@ -184,7 +191,7 @@ def _write_grown(run: "Session", folder: Path, number: int) -> dict[str, Any]:
     expansion = world.from_main(lambda: _expand_weights(trainable, weights, number, found))
     if transition.optimizer != "reset":
         for moment in MOMENTS:
-            _write_moments(trainable, folder / moment, moment, expansion, scaled=transition.optimizer == "scale")
+            _write_moments(trainable, folder, moment, expansion, transition.optimizer)
     return _record(run, expansion, found, number)
 
 
@@ -198,22 +205,29 @@ def _expand_weights(trainable: Trainable, folder: Path, number: int, found: Foun
     return _Expansion(plan=plan, copies=copies, experts=dict(made.record["experts"]))
 
 
-def _write_moments(trainable: Trainable, folder: Path, moment: str, expansion: _Expansion, *, scaled: bool) -> None:
-    """One moment of every weight, expanded like the weights: each copy has its source's, or its share of it."""
-    masters, state = trainable.masters, trainable.optimizer.state
+def _write_moments(
+    trainable: Trainable, expanded: Path, moment: str, expansion: _Expansion, how: OptimizerState
+) -> None:
+    """One moment of every weight, expanded like the weights: each copy has its source's, or a part or mixture of it."""
+    masters, state, folder = trainable.masters, trainable.optimizer.state, expanded / moment
     moments = {
         name: state[parameter][moment] if parameter.requires_grad else torch.zeros_like(parameter)
         for name, parameter in masters.parameters.items()
     }
-    divisors = _divisors(expansion, _POWERS[moment]) if scaled else {}
+    divisors = _divisors(expansion, _POWERS[moment]) if how == "scale" else {}
     _write_whole(moments, folder / "before", trainable.world, config=trainable.config, divisors=divisors)
     if trainable.world.is_main:
+        operator = "interpolate" if how == "interpolate" else "copy"
         copying = replace(
-            expansion.plan.recipe, checkpoint=str(folder / "before"), expert_op="copy", router_op="copy", delta=0.0
+            expansion.plan.recipe, checkpoint=str(folder / "before"), expert_op=operator, router_op="copy", delta=0.0
         )
         before = open_checkpoint(folder / "before")  # parameters alone: a family's selection bias is a buffer
         plan = replace(expansion.plan, recipe=copying, checkpoint=before, model=detect_moe(before), recorded=None)
-        write(build(plan, expansion.copies, {}), folder / "after", quiet=True)
+        made = build(plan, expansion.copies, {})
+        if how == "adaptive_scale":
+            weights = open_checkpoint(expanded / "weights" / "after")
+            made = replace(made, tensors=adapted(made.tensors, weights, expansion.sources))
+        write(made, folder / "after", quiet=True)
 
 
 def _divisors(expansion: _Expansion, power: int) -> dict[str, Tensor]:

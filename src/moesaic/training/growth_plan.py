@@ -57,7 +57,7 @@ def grown_plans(
             recipe.routing.pool_range(top_k=plan.top_k, num_experts=plan.experts)
             check_recorded_rule(plan)
             checkpoint = described(*grown(plan))
-            _check_frozen(recipe, checkpoint)
+            _check_patterns(recipe, checkpoint)
             if plan.experts % recipe.parallel.expert:
                 raise MoesaicError(f"experts {plan.experts}: parallel.expert ({recipe.parallel.expert}) must divide it")
         except MoesaicError as error:
@@ -106,11 +106,13 @@ def _check_routing(transition: Transition, recipe: TrainRecipe) -> None:
         raise MoesaicError(f"routing one_per_copy_group: routing.rule {rule} would go on; leave routing.rule out")
 
 
-def _check_frozen(recipe: TrainRecipe, result: Checkpoint) -> None:
-    for pattern in recipe.optimizer.frozen:
+def _check_patterns(recipe: TrainRecipe, result: Checkpoint) -> None:
+    optimizer = recipe.optimizer
+    patterns = [("frozen", one) for one in optimizer.frozen] + [("no_decay", one) for one in optimizer.no_decay or ()]
+    for key, pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in result.tensors):
             raise MoesaicError(
-                f"optimizer.frozen: {pattern!r} matches no parameter of {result.config['model_type']}, which the model "
+                f"optimizer.{key}: {pattern!r} matches no parameter of {result.config['model_type']}, which the model "
                 "becomes; change the pattern"
             )
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from moesaic.checkpoint.pio import explained
+from moesaic.common.numbers import finite_only, shown
 from moesaic.common.progress import BAR_SECONDS, LINE_SECONDS, bar, duration, notice, on_terminal
 from moesaic.families.costs import flops_per_token
 from moesaic.modeling.cross_entropy import DomainLoss
@@ -47,7 +48,7 @@ class MetricsLog:
         if self._file is None:
             return
         with explained(self._path):
-            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.write(json.dumps(finite_only(line), allow_nan=False).encode() + b"\n")
             self._file.flush()
         if self._board is not None:
             for name, value in _scalars(line):
@@ -176,7 +177,7 @@ class Console:
 
     def validation(self, measured: Mapping[str, DomainLoss], step: int) -> None:
         """Show a validation."""
-        losses = ", ".join(f"{domain} {loss.loss:.4f}" for domain, loss in measured.items())
+        losses = ", ".join(f"{domain} {shown(loss.loss, '.4f')}" for domain, loss in measured.items())
         notice(f"step {step:,}: held-out {losses}", quiet=self._quiet)
 
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -23,15 +23,18 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
     Raises: `MoesaicError` where a pattern matches nothing or nothing is left to train.
     """
-    names = [name for name, _ in model.named_parameters()]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise MoesaicError(f"optimizer.frozen: {pattern!r} matches no parameter; one is called {names[0]}")
+    _refuse_unmatched("frozen", patterns, [name for name, _ in model.named_parameters()])
     for name, parameter in model.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise MoesaicError(f"optimizer.frozen: {list(patterns)}: nothing is left to train")
+
+
+def _refuse_unmatched(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise MoesaicError(f"optimizer.{key}: {pattern!r} matches no parameter; one is called {names[0]}")
 
 
 def describe_trainable(model: nn.Module) -> str:
@@ -112,9 +115,14 @@ def _move_gradient_to(master: nn.Parameter):
 # --- AdamW ------------------------------------------------------------------------------------------------------------
 
 
-def decays(name: str, parameter: Tensor) -> bool:
-    """Weight decay is for matrices (router and embeddings included), not for norms and biases of any shape."""
-    return parameter.ndim >= 2 and not name.endswith("bias")
+def decays(name: str, parameter: Tensor, no_decay: Sequence[str] | None = None) -> bool:
+    """Whether a parameter has weight decay: by default matrices (router and embeddings included), not norms and biases.
+
+    With the patterns `no_decay`: all that match none of them.
+    """
+    if no_decay is None:
+        return parameter.ndim >= 2 and not name.endswith("bias")
+    return not any(fnmatchcase(name, pattern) for pattern in no_decay)
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], recipe: OptimizerRecipe) -> torch.optim.AdamW:
@@ -122,10 +130,13 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], recipe: OptimizerRec
 
     Parameters that are sharded over different meshes (experts and the rest, under expert parallelism) can't share one
     fused update, so they are groups of their own.
+
+    Raises: `MoesaicError` for a pattern of `no_decay` that matches none of the parameters.
     """
+    _refuse_unmatched("no_decay", recipe.no_decay or (), list(parameters))
     groups = defaultdict(list)
     for name, parameter in parameters.items():
-        groups[decays(name, parameter), _mesh(parameter)].append(parameter)
+        groups[decays(name, parameter, recipe.no_decay), _mesh(parameter)].append(parameter)
     optimizer = torch.optim.AdamW(
         [
             {"params": members, "weight_decay": recipe.weight_decay if decay else 0.0}

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from moesaic.common.errors import MoesaicError
@@ -136,3 +137,9 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor on every rank, which all call this; without gradient."""
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached

@@ -228,6 +228,11 @@ def _notes(recipe: TrainRecipe) -> tuple[str, ...]:
         notes.append(
             "parameters, memory and traffic are those after the last expansion; training FLOPs are of all steps"
         )
+    balance = recipe.losses.balance
+    if balance is not None and balance.scope == "step" and recipe.micro_steps > 1:
+        notes.append(
+            "losses.balance.scope step: one more forward pass of every micro-batch, which is not in FLOPs or time"
+        )
     if recipe.optimizer.frozen:
         notes.append("frozen parameters are counted as if they trained")
     return tuple(notes)

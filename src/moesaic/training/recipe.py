@@ -80,7 +80,8 @@ class BalanceLoss:
     coefficient: float
     """DivMoE's 0.01 is 0.01 * K here, because our f is divided by K."""
     scope: BalanceScope = "global"
-    """Tokens that f counts: of this rank's micro-batch, of all ranks', or of the micro-batches of the step so far."""
+    """Tokens that f counts: `local` this rank's micro-batch; `global` all ranks' micro-batches; `batch` also those of
+    the step so far; `step` the whole batch, for one more forward pass of each micro-batch where there are several."""
 
     def __post_init__(self) -> None:
         _require(self, "coefficient", least=0)
@@ -106,7 +107,7 @@ class LossesRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerRecipe:
-    """AdamW; weight decay on tensors of two and more dimensions, so not on norms, biases and selection biases."""
+    """AdamW."""
 
     lr: float
     """Highest learning rate."""
@@ -122,6 +123,9 @@ class OptimizerRecipe:
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled: multiplied by the learning rate of the step."""
+    no_decay: tuple[str, ...] | None = None
+    """Parameters without weight decay, by shell patterns over their names, such as `*embed_tokens*`; all others have
+    it. Default: norms and biases, that is tensors of one dimension and biases of any."""
     clip: float | None = 1.0
     """Largest global gradient norm; `null` does not clip."""
     frozen: tuple[str, ...] = ()

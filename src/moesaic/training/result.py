@@ -19,6 +19,7 @@ from moesaic.checkpoint.writer import CheckpointWriter, OutputTensor, plan_files
 from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.families.counting import count_shapes
 from moesaic.families.family import our_base
+from moesaic.families.moe import PREDICTION_KEY
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
@@ -157,6 +158,8 @@ def _write_config(trainable: Trainable, folder: Path) -> None:
     config = trainable.config
     config.dtype = DTYPES[trainable.recipe.precision]
     config.architectures = [type(trainable.model).__name__.removeprefix("FSDP")]
+    if getattr(config, PREDICTION_KEY, None):
+        setattr(config, PREDICTION_KEY, 0)  # transformers does not load such layers, so the result has none
     ours = our_base(config.model_type) is not None
     if ours:
         for key, value in _inference_rule(trainable).items():

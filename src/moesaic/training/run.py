@@ -12,7 +12,8 @@ from typing import Any
 
 from moesaic.checkpoint.record import read_provenance
 from moesaic.common.errors import MoesaicError
-from moesaic.common.progress import notice
+from moesaic.common.numbers import finite_only
+from moesaic.common.progress import notice, warn
 from moesaic.data.packing import PackedBatch
 from moesaic.training.folder import list_states, locked_folder, refuse_overlap
 from moesaic.training.growth import clear_expansion, expand
@@ -24,7 +25,7 @@ from moesaic.training.schedule import learning_rate
 from moesaic.training.session import Session, begin, save
 from moesaic.training.start import DTYPES
 from moesaic.training.state import result_of
-from moesaic.training.step import run_step, validate
+from moesaic.training.step import run_step, validate, where_not_finite
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit status of a run that saved its state because of SIGTERM; not 0, because the run isn't over."""
@@ -152,9 +153,10 @@ def _step(run: Session, batches: list[PackedBatch]) -> None:
     rate = learning_rate(run.step, run.steps, run.recipe.optimizer)
     result = run_step(run.trainable, batches, step=run.step, rate=rate, num_domains=len(run.data.domains))
     if not result.is_finite:
+        place = where_not_finite(run.trainable, batches)
         raise MoesaicError(
-            f"loss {result.loss:.4g} and gradient norm {result.gradient_norm:.4g} are not both finite; "
-            "a lower optimizer.lr or more optimizer.warmup_steps may help"
+            f"loss {result.loss:.4g} and gradient norm {result.gradient_norm:.4g} are not both finite"
+            f"{'' if place is None else f' ({place})'}; a lower optimizer.lr or more optimizer.warmup_steps may help"
         )
     run.step, run.last = run.step + 1, result
     timing = run.throughput.line(run.recipe.batch.tokens, time.perf_counter() - started)
@@ -165,7 +167,9 @@ def _step(run: Session, batches: list[PackedBatch]) -> None:
 
 def _validate(run: Session) -> None:
     run.validation = validate(run.trainable, run.held_out)
-    measured = {domain: asdict(loss) for domain, loss in run.validation.items()}
+    measured = {domain: finite_only(asdict(loss)) for domain, loss in run.validation.items()}
+    if run.world.is_main and (missing := [domain for domain, one in measured.items() if one["loss"] is None]):
+        warn(f"step {run.step:,}: the held-out loss of {', '.join(missing)} is not finite, and null in metrics.jsonl")
     run.log.write({"kind": "validation", "step": run.step, "tokens": run.tokens, "validation": measured})
     run.console.validation(run.validation, run.step)
 

@@ -10,7 +10,7 @@ from moesaic.expansion.recipe import ExpandRecipe, Growth, UtilityName
 if TYPE_CHECKING:
     from moesaic.training.recipe import OptimizerRecipe
 
-OptimizerState = Literal["reset", "copy", "scale"]
+OptimizerState = Literal["reset", "copy", "scale", "adaptive_scale", "interpolate"]
 
 
 def refuse_long_warmup(warmup: int, steps: int, reason: str) -> None:
@@ -59,8 +59,9 @@ class Transition(Growth):
     utility: UtilityName = "gradient_norm"
     """What decides which experts are copied."""
     optimizer: OptimizerState = "reset"
-    """Moments of AdamW: all zero and its step count too (the paper); each copy has its source's; or these divided among
-    an expert's m replicas, as its gradient is: first moments by m, second ones by m squared."""
+    """Moments of AdamW: all zero and its step count too (the paper); each copy has its source's; these divided among
+    an expert's m replicas, as its gradient is: first moments by m, second ones by m squared; half the source's, less
+    where the copy differs from it; or the mean of the source's and the next expert's."""
     seed: int | None = None
     """Seed of noise and draws. Default: the run's."""
 

@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,13 @@ from moesaic.common.errors import MoesaicError, suggest
 from moesaic.common.progress import no_library_bars, notice
 from moesaic.data.packing import keeps_documents_apart
 from moesaic.loading import load, load_config, load_tokenizer
+from moesaic.routing.capture import find_blocks
+from moesaic.routing.gradient import RouterChoices, gradient_warning
 from moesaic.routing.install import Installation, find_installation, install
+from moesaic.routing.restrict import INSTALLED
+from moesaic.routing.rules import OnePerGroup
 from moesaic.training.optimizer import MasterWeights, build_optimizer, describe_trainable, freeze
-from moesaic.training.parallel import World, distributed_config, reshard
+from moesaic.training.parallel import World, distributed_config, reshard, whole
 from moesaic.training.recipe import Precision, ScratchModel, TrainRecipe, scratch_config
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -87,6 +91,8 @@ def build_trainable(
     with makes_a_model(start.family) if isinstance(start, ScratchModel) else nullcontext():
         _refuse_leaking_documents(model)
     installation = _install(model, recipe)
+    for line in untaught_routers(model, installation):
+        notice(line, quiet=quiet)
     if recipe.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     if recipe.compile:
@@ -156,6 +162,36 @@ def _install(model: PreTrainedModel, recipe: TrainRecipe) -> Installation | None
         if needed:
             raise
         return None
+
+
+@torch.no_grad()
+def untaught_routers(model: PreTrainedModel, installation: Installation | None) -> list[str]:
+    """One line for each way in which the loss of the text can teach routers nothing, by their rules and first weights.
+
+    All ranks call this: it gathers routers, and the experts of those whose rows are all equal.
+    """
+    found: dict[str, None] = {}
+    for block in find_blocks(model) if installation is not None else ():
+        state = block.router.__dict__[INSTALLED]
+        settings = state.settings
+        choices = RouterChoices(weighting=settings.weighting, experts=settings.num_experts, top_k=settings.top_k)
+        if not isinstance(state.rule, OnePerGroup) and settings.weighting != "all":
+            tied = _sharing_a_row(whole(block.router.weight))  # pyright: ignore[reportArgumentType]
+            copies = tied == settings.num_experts and _all_equal(whole(block.experts.gate_up_proj))
+            choices = replace(choices, tied=tied, copies=copies)
+        if line := gradient_warning(choices):
+            found[line] = None
+    return list(found)
+
+
+def _sharing_a_row(weight_ED: Tensor) -> int:
+    """Experts that share each row of a router, where these are equally many everywhere; else 1."""
+    _, counts = torch.unique(weight_ED, dim=0, return_counts=True)
+    return int(counts[0]) if bool((counts == counts[0]).all()) else 1
+
+
+def _all_equal(values_EXX: Tensor) -> bool:
+    return bool((values_EXX == values_EXX[:1]).all())
 
 
 # --- models from random weights ---------------------------------------------------------------------------------------

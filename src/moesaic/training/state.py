@@ -33,7 +33,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.training.folder import RUN_FILE, UNFINISHED, list_states
 from moesaic.training.optimizer import MOMENTS, kept_in_fp32
-from moesaic.training.parallel import World
+from moesaic.training.parallel import World, whole
 from moesaic.training.start import Trainable
 
 _FILE_BYTES = 64 << 20
@@ -224,12 +224,6 @@ def result_of(trainable: Trainable, dtype: torch.dtype, *, keep: bool) -> dict[s
     """
     uncast = {*trainable.buffers(), *kept_in_fp32(trainable.model)}
     return gather(weights_of(trainable), dtype, keep=keep, uncast=uncast)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor on every rank, which all call this; without gradient."""
-    detached = tensor.detach()
-    return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 def optimizer_tensors_of(trainable: Trainable) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from moesaic.common.seeds import fold_key
 from moesaic.data.dataset import ValidationSet
 from moesaic.data.packing import PackedBatch
 from moesaic.modeling.cross_entropy import IGNORED, DomainLoss, ratio_with_error, token_losses
+from moesaic.modeling.finite import first_not_finite
 from moesaic.routing.install import routing_context
 from moesaic.routing.losses import Load, balance_loss, balanced_bias, measure_load, reduce_load, router_z_loss
 from moesaic.routing.pools import RoutingContext
@@ -61,7 +62,7 @@ class _Step:
     """Balance, router z and LM z loss."""
     load: Load | None = None
     carried: Load | None = None
-    """What the balancing loss of the next micro-step goes on with."""
+    """What the balancing loss of the next micro-step goes on with: the load so far, or that of the whole step."""
 
 
 def run_step(
@@ -75,6 +76,9 @@ def run_step(
     """
     world = trainable.world
     state = _begin(trainable, batches, step, num_domains)
+    balance = trainable.recipe.losses.balance
+    if balance is not None and balance.scope == "step" and len(batches) > 1:
+        state.carried = _step_load(trainable, batches, step)
     seed_dropout(trainable, step)
     for batch in batches:
         _micro_step(trainable, batch.to(world.device), state)
@@ -100,6 +104,24 @@ def _begin(trainable: Trainable, batches: list[PackedBatch], step: int, num_doma
         targets_D=targets_D,
         terms=terms,
     )
+
+
+@torch.no_grad()
+def _step_load(trainable: Trainable, batches: list[PackedBatch], step: int) -> Load:
+    """What every expert gets in this step on all ranks, from a forward pass of its own, which draws the same."""
+    assert trainable.installation is not None, "refused where the model has no routers"
+    seed_dropout(trainable, step)
+    loads = []
+    for batch in batches:
+        batch = batch.to(trainable.world.device)
+        context = context_of(trainable, batch, step)
+        with routing_context(trainable.installation, context) as record:
+            trainable.model(
+                input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False, logits_to_keep=1
+            )
+            loads.append(measure_load(record.decisions, context.token_mask_T))
+    reshard(trainable.model)
+    return reduce_load(sum(loads[1:], loads[0]))
 
 
 def seed_dropout(trainable: Trainable, step: int) -> None:
@@ -161,14 +183,15 @@ def _language_loss(trainable: Trainable, batch: PackedBatch, state: _Step) -> Te
 def _routing_loss(
     trainable: Trainable, decisions: list[RoutingDecision], mask_T: Tensor, load: Load, state: _Step
 ) -> Tensor | float:
-    """This micro-batch's part of the balancing loss (a mean over micro-steps) and of the router z-loss."""
+    """This micro-batch's part of the balancing loss (a mean over micro-steps or tokens) and of the router z-loss."""
     losses = trainable.recipe.losses
     total: Tensor | float = 0.0
     if losses.balance is not None:
         scope = losses.balance.scope
         part, state.carried = balance_loss(decisions, mask_T, load, scope=scope, carried=state.carried)
-        state.terms[0] += part.detach() / state.micro_steps
-        total = total + losses.balance.coefficient / state.micro_steps * part
+        parts = 1 if scope == "step" else state.micro_steps  # sums over tokens, or means over micro-steps
+        state.terms[0] += part.detach() / parts
+        total = total + losses.balance.coefficient / parts * part
     if losses.router_z > 0:
         part = router_z_loss(decisions, mask_T, batch_tokens=state.tokens)
         state.terms[1] += part.detach()
@@ -215,6 +238,29 @@ def _update(trainable: Trainable, result: StepResult, rate: float) -> None:
         group["lr"] = rate
     trainable.optimizer.step()
     trainable.masters.publish()
+
+
+def where_not_finite(trainable: Trainable, batches: Sequence[PackedBatch]) -> str | None:
+    """The layer and module that first give NaN or infinity on a step's batches; None where the forward pass is finite.
+
+    Not asked of several ranks: a pass of one alone would wait for the others.
+    """
+    model, world = trainable.model, trainable.world
+    if world.size > 1:
+        return None
+    model.eval()  # routing as at inference
+    try:
+        for batch in batches:
+            one = batch.to(world.device)
+            found = first_not_finite(
+                model,
+                lambda one=one: model(input_ids=one.input_ids_BS, position_ids=one.position_ids_BS, use_cache=False),
+            )
+            if found is not None:
+                return f"{found.place} gives {found.what} in {found.dtype}"
+    finally:
+        model.train()
+    return None
 
 
 # --- held-out sets ----------------------------------------------------------------------------------------------------

@@ -14,19 +14,20 @@ from torch import Tensor
 
 from moesaic.common.errors import MoesaicError
 from moesaic.data.packing import PackedBatch
-from moesaic.expansion.utility import ExpertGradients, norms_of_stacks, scores
+from moesaic.expansion.recipe import MOMENT_UTILITIES, UtilityLayers
+from moesaic.expansion.utility import ExpertGradients, is_counted, norms_of_stacks, scores
 from moesaic.routing.install import routing_context
 from moesaic.routing.losses import Load, measure_load, reduce_load
+from moesaic.training.parallel import whole
 from moesaic.training.schedule import Transition
 from moesaic.training.start import Trainable
-from moesaic.training.state import whole
 from moesaic.training.step import batch_losses, context_of, seed_dropout
 
 PerLayer = dict[int, tuple[float, ...]]
 """MoE layer -> one number per expert."""
 
 # Experts are stacked in memory in every family; a shared expert's name has another word before the dot.
-_MATRIX = re.compile(r"layers\.(?P<layer>\d+)\..*\bexperts\.\w+$")
+EXPERT_MATRIX = re.compile(r"layers\.(?P<layer>\d+)\..*\bexperts\.\w+$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +42,15 @@ class Found:
     """Experts that no token of these batches reached, by layer; `None` where that was not counted."""
 
 
-def expert_matrices(trainable: Trainable) -> dict[int, list[str]]:
-    """MoE layer -> names of its stacked expert matrices, biases left out."""
+def expert_matrices(trainable: Trainable, layers: UtilityLayers = "both") -> dict[int, list[str]]:
+    """MoE layer -> names of its stacked expert matrices that count, biases left out."""
     found: dict[int, list[str]] = {}
     for name, parameter in trainable.masters.parameters.items():
-        if parameter.ndim == 3 and (match := _MATRIX.search(name)):
+        if (
+            parameter.ndim == 3
+            and (match := EXPERT_MATRIX.search(name))
+            and is_counted(layers, name.rpartition(".")[2])
+        ):
             found.setdefault(int(match["layer"]), []).append(name)
     return found
 
@@ -59,7 +64,7 @@ def check_frozen(trainable: Trainable, transition: Transition) -> None:
         return
     frozen = [
         name
-        for names in expert_matrices(trainable).values()
+        for names in expert_matrices(trainable, transition.utility_layers).values()
         for name in names
         if not trainable.masters.parameters[name].requires_grad
     ]
@@ -80,23 +85,34 @@ def find_utilities(
     Raises: `MoesaicError` for a loss that is not finite.
     """
     if transition.utility in _WITHOUT_TEXT:
-        return Found(utilities=_WITHOUT_TEXT[transition.utility](trainable))
+        return Found(utilities=_WITHOUT_TEXT[transition.utility](trainable, transition.utility_layers))
     return _by_gradient(trainable, transition, micro_batches, step)
 
 
-def _weight_norms(trainable: Trainable) -> PerLayer:
-    return _norms(trainable, dict(trainable.masters.parameters))
+def _weight_norms(trainable: Trainable, layers: UtilityLayers) -> PerLayer:
+    return _norms(trainable, dict(trainable.masters.parameters), layers)
 
 
-def _approx_fisher(trainable: Trainable) -> PerLayer:
+def _moment_norms(trainable: Trainable, layers: UtilityLayers) -> PerLayer:
+    """Norm of AdamW's second moments, not corrected for their start at zero."""
+    state = trainable.optimizer.state
+    moments = {
+        name: state[trainable.masters.parameters[name]]["exp_avg_sq"]
+        for names in expert_matrices(trainable, layers).values()
+        for name in names
+    }
+    return _norms(trainable, moments, layers)
+
+
+def _second_moments(trainable: Trainable, layers: UtilityLayers) -> PerLayer:
     """The trace of the diagonal Fisher information of each expert, as AdamW's second moments estimate it.
 
-    These are running means of squared gradients, corrected for their start at zero. Reconstructed: the paper names this
-    utility without giving it. Unlike the square of the gradient norm, it also counts what cancels out over batches.
+    These are running means of squared gradients, corrected for their start at zero. Ours: unlike the square of the
+    gradient norm, it also counts what cancels out over batches.
     """
     beta = trainable.recipe.optimizer.betas[1]
     utilities = {}
-    for layer, names in expert_matrices(trainable).items():
+    for layer, names in expert_matrices(trainable, layers).items():
         total_E: Tensor | float = 0.0
         for name in names:
             state = trainable.optimizer.state[trainable.masters.parameters[name]]
@@ -107,10 +123,10 @@ def _approx_fisher(trainable: Trainable) -> PerLayer:
     return utilities
 
 
-_WITHOUT_TEXT: dict[str, Callable[[Trainable], PerLayer]] = {
-    "uniform": lambda _: {},
+_WITHOUT_TEXT: dict[str, Callable[[Trainable, UtilityLayers], PerLayer]] = {
+    "uniform": lambda _, __: {},
     "weight_norm": _weight_norms,
-    "approx_fisher": _approx_fisher,
+    "second_moments": _second_moments,
 }
 """Utilities that the model and its optimizer have; the others need gradients on text."""
 
@@ -118,6 +134,7 @@ _WITHOUT_TEXT: dict[str, Callable[[Trainable], PerLayer]] = {
 def _by_gradient(
     trainable: Trainable, transition: Transition, micro_batches: Callable[[int], list[PackedBatch]], step: int
 ) -> Found:
+    layers = transition.utility_layers
     steps = range(max(0, step - transition.utility_batches), step)
     load: Load | None = None
     trainable.optimizer.zero_grad(set_to_none=True)
@@ -125,18 +142,19 @@ def _by_gradient(
         found = _add_gradients(trainable, micro_batches(one), one)
         load = found if load is None or found is None else load + found
     gradients = {name: parameter.grad for name, parameter in trainable.masters.trainable.items()}
-    sums = _norms(trainable, {name: grad for name, grad in gradients.items() if grad is not None})
+    sums = _norms(trainable, {name: grad for name, grad in gradients.items() if grad is not None}, layers)
     trainable.optimizer.zero_grad(set_to_none=True)
     means = {layer: tuple(norm / len(steps) for norm in norms) for layer, norms in sums.items()}
-    counts = None if load is None else dict(zip(sums, reduce_load(load).counts_LE.tolist(), strict=True))
+    tokens = None if load is None else dict(zip(sums, reduce_load(load).counts_LE.tolist(), strict=True))
     measured = ExpertGradients(
         gradient_norms=means,
-        weight_norms=_weight_norms(trainable),
-        tokens={layer: tuple(of_layer) for layer, of_layer in (counts or {}).items()},
+        weight_norms=_weight_norms(trainable, layers),
+        moment_norms=_moment_norms(trainable, layers) if transition.utility in MOMENT_UTILITIES else None,
+        tokens={layer: tuple(of_layer) for layer, of_layer in (tokens or {}).items()},
         batches=len(steps),
     )
     return Found(
-        utilities=scores(transition.utility, measured), batches=len(steps), unseen=_unseen(counts) if counts else None
+        utilities=scores(transition.utility, measured), batches=len(steps), unseen=_unseen(tokens) if tokens else None
     )
 
 
@@ -174,11 +192,11 @@ def _loads(trainable: Trainable, batch: PackedBatch, step: int) -> Iterator[list
         loads.append(measure_load(record.decisions, context.token_mask_T))
 
 
-def _norms(trainable: Trainable, tensors: Mapping[str, Tensor]) -> PerLayer:
-    """Norm over all matrices of each expert; of the whole matrices, one layer at a time."""
+def _norms(trainable: Trainable, tensors: Mapping[str, Tensor], layers: UtilityLayers) -> PerLayer:
+    """Norm over the matrices of each expert; of the whole matrices, one layer at a time."""
     return {
         layer: norms_of_stacks([whole(tensors[name]) for name in names])
-        for layer, names in expert_matrices(trainable).items()
+        for layer, names in expert_matrices(trainable, layers).items()
     }
 
 

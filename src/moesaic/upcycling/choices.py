@@ -3,9 +3,10 @@
 N specialists, M shards, E experts, K active, I and F intermediate sizes of an expert and of the dense FFN. No torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moesaic.common.errors import MoesaicError
+from moesaic.routing.gradient import RouterChoices
 from moesaic.upcycling.method import ExpertSpec, Method
 from moesaic.upcycling.methods import METHODS
 from moesaic.upcycling.recipe import RouterInit, RoutingRule, Scale, SharedWeights, UpcycleRecipe, Weighting
@@ -15,8 +16,10 @@ DEFAULT_EXPERTS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
-    """Factors on the linear maps of a layer's experts; applied in float32 before the cast to the output's dtype."""
+    """Factors of a layer: on the routing weights, and on the experts' linear maps (in float32, before the cast)."""
 
+    weights: float
+    """On the routing weights: `routed_scaling_factor` of the result's config."""
     gate_up: float
     """On gate and up (and their biases) of every routed expert."""
     down: float
@@ -24,13 +27,24 @@ class Factors:
     shared_down: float
     """On down (and its bias) of the shared experts."""
 
+    @property
+    def routed(self) -> float:
+        """On the routed experts' weighted sum, where gate and up are as they were."""
+        return self.weights * self.down
+
+    @property
+    def folded(self) -> "Factors":
+        """The same layer with the weights' factor in `down`, as checkpoints without `routed_scaling_factor` have it."""
+        return replace(self, weights=1.0, down=self.routed)
+
 
 def factors(*, scale: Scale, weighting: Weighting, experts: int, top_k: int, shards: int, shared: int) -> Factors:
     """Factors of one layer (docs/statements.md).
 
-    `exact`: weights that sum to 1 over K = M*(whole groups) give each shard 1/M, so down times M; a softmax over all E
-    without renormalisation gives 1/E at a flat router, so down times E*M/K. With S shared experts (S whole FFNs) the
-    routed part gets one half and each shared expert 1/(2S), so that exact experts still add up to the FFN.
+    `exact`: weights that sum to 1 over K = M*(whole groups) give each shard 1/M, so weights times M; a softmax over all
+    E without renormalisation gives 1/E at a flat router, so weights times E*M/K. The experts keep the FFN's numbers: M
+    times what a shard puts out, before its weight, can leave float16. With S shared experts (S whole FFNs) the routed
+    part gets one half and each shared expert 1/(2S), so that exact experts still add up to the FFN.
     `paper`: the cube root of E*M/K (equation 5 of DivMoE: E_exp*G^2/k with E = E_exp*G, G = M) on all three matrices,
     whatever the weighting; the shared experts are left alone, as with `none`.
     """
@@ -38,9 +52,9 @@ def factors(*, scale: Scale, weighting: Weighting, experts: int, top_k: int, sha
     root = (experts * shards / top_k) ** (1 / 3)
     half = 0.5 if shared else 1.0
     table: dict[Scale, Factors] = {
-        "exact": Factors(gate_up=1.0, down=exact[weighting] * half, shared_down=half / max(shared, 1)),
-        "paper": Factors(gate_up=root, down=root, shared_down=1.0),
-        "none": Factors(gate_up=1.0, down=1.0, shared_down=1.0),
+        "exact": Factors(weights=exact[weighting] * half, gate_up=1.0, down=1.0, shared_down=half / max(shared, 1)),
+        "paper": Factors(weights=1.0, gate_up=root, down=root, shared_down=1.0),
+        "none": Factors(weights=1.0, gate_up=1.0, down=1.0, shared_down=1.0),
     }
     return table[scale]
 
@@ -78,6 +92,18 @@ class LayerSpec:
             return None
         return tuple(expert // self.shards for expert in range(self.experts))
 
+    @property
+    def router_choices(self) -> RouterChoices:
+        """What decides whether the text's loss can teach the router."""
+        whole_copies = self.method.preserves and not self.specialists and self.shards == 1
+        return RouterChoices(
+            weighting=self.weighting,
+            experts=self.experts,
+            top_k=self.top_k,
+            tied=self.shards if self.router_init == "tied" and self.routing == "topk" else 1,
+            copies=whole_copies and self.router_init == "zeros",
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
@@ -111,6 +137,7 @@ def choose(
     experts = _experts(recipe, method, count, shards)
     routing = _routing(recipe, method, experts, shards)
     top_k = _top_k(recipe, experts, shards, routing)
+    weighting = recipe.weighting or (method.weighting_of_one if top_k == 1 else "selected")
     router_init, notices = _router(recipe, method, experts, shards, top_k, routing)
     scale = recipe.scale if method.scaled else "none"
     if recipe.scale == "paper" and not method.scaled:
@@ -125,11 +152,11 @@ def choose(
         shards=shards,
         shared_experts=recipe.shared_experts,
         routing=routing,
-        weighting=recipe.weighting,
+        weighting=weighting,
         router_init=router_init,
         router_std=recipe.router_std,
-        factors=factors(scale=scale, weighting=recipe.weighting, **sizes),
-        exact_factors=factors(scale="exact", weighting=recipe.weighting, **sizes),
+        factors=factors(scale=scale, weighting=weighting, **sizes),
+        exact_factors=factors(scale="exact", weighting=weighting, **sizes),
         expert=ExpertSpec(
             hidden=hidden,
             intermediate=intermediate // shards,

@@ -98,6 +98,8 @@ class MoELayer:
     """Shared experts, concatenated to one FFN of width S*F."""
     groups: tuple[int, ...] | None
     """Group of each expert for `one_per_group` routing; None for plain top-k."""
+    scaling: float
+    """Factor on the routing weights, in w_k already."""
 
 
 def build_layer(spec: LayerSpec, layer: int, ffns: Sequence[ExpertWeights[Tensor]]) -> MoELayer:
@@ -107,6 +109,7 @@ def build_layer(spec: LayerSpec, layer: int, ffns: Sequence[ExpertWeights[Tensor
         experts=ExpertWeights.stack(routed_experts(spec, layer, ffns)),
         shared=shared_experts(spec, ffns[BASE]),
         groups=spec.groups,
+        scaling=spec.factors.weights,
     )
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 RoutingRule = Literal["topk", "one_per_group"]
 RouterInit = Literal["auto", "random", "zeros", "tied", "latin_square"]
+Weighting = Literal["selected", "all"]
 DropIndices = Literal["per-expert", "per-matrix"]
 
 
@@ -82,6 +83,8 @@ class Method:
     """Whether everything else may be drawn at random too (`--shared-weights reinit`)."""
     preserves: bool
     """Whether experts are unchanged shards, so that a statement about the result can hold at all."""
+    weighting_of_one: Weighting = "selected"
+    """Default weighting where a token uses one expert; `selected` is 1 then, and teaches the router nothing."""
     settings: tuple[str, ...] = ()
     """Keys of the recipe that only this method uses; with the others they are refused."""
     experts: Callable[[DenseLayer], list[ExpertWeights]]

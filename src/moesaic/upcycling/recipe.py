@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from moesaic.common.errors import MoesaicError
-from moesaic.upcycling.method import DropIndices, RouterInit, RoutingRule
+from moesaic.upcycling.method import DropIndices, RouterInit, RoutingRule, Weighting
 from moesaic.upcycling.methods import METHODS
 
 if TYPE_CHECKING:
     MethodName = str
 else:
     MethodName = Literal[tuple(METHODS)]
-Weighting = Literal["selected", "all"]
 Scale = Literal["exact", "paper", "none"]
 SharedWeights = Literal["mean", "base", "random-specialist", "reinit"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -52,14 +51,15 @@ class UpcycleRecipe:
     """Copies of the base's whole FFN that every token uses as well."""
     routing: RoutingRule | None = None
     """Which experts may be chosen together. Default: one_per_group for divmoe, else topk."""
-    weighting: Weighting = "selected"
-    """Softmax over the selected experts, or over all without renormalisation."""
+    weighting: Weighting | None = None
+    """Softmax over the selected experts, or over all without renormalisation. Default: all for sparse and btx
+    with one expert per token, where selected would teach the router nothing; else selected."""
     router_init: RouterInit = "auto"
     """First router rows; auto keeps the strongest statement about the result."""
     router_std: float = 0.02
     """Standard deviation of random router rows (of the base rows, for tied and latin_square)."""
     scale: Scale = "exact"
-    """Factor on expert weights: exact (down_proj only), paper (DivMoE's equation 5), none. Not for scratch."""
+    """Factor: exact (on the routing weights), paper (on expert weights, DivMoE's equation 5), none. Not for scratch."""
     shared_weights: SharedWeights | None = None
     """Weights outside the experts. Default: mean for btx and divmoe, else base."""
     drop_ratio: float = 0.5

@@ -109,8 +109,8 @@ def _obstacle(spec: LayerSpec) -> str | None:
     if not spec.method.preserves:
         return f"--method {spec.method.name} makes experts that are not parts of the FFN"
     # With shared experts the exact factors hold a half; a routed part that adds up to the FFN itself is fine as well.
-    whole = spec.exact_factors.down * (2 if spec.shared_experts else 1)
-    if spec.factors != spec.exact_factors and (spec.factors.gate_up, spec.factors.down) != (1.0, whole):
+    whole = spec.exact_factors.routed * (2 if spec.shared_experts else 1)
+    if spec.factors != spec.exact_factors and (spec.factors.gate_up, spec.factors.routed) != (1.0, whole):
         return "the scale is not the exact one"
     if spec.top_k % spec.shards:
         return f"K={spec.top_k} is not a multiple of M={spec.shards}"

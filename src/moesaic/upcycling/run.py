@@ -13,6 +13,7 @@ from moesaic.common.progress import notice
 from moesaic.common.verbs import verb
 from moesaic.common.workers import default_workers
 from moesaic.modeling.names import code_files
+from moesaic.routing.gradient import gradient_warning
 from moesaic.upcycling.layers import new_tensors, used_tensors
 from moesaic.upcycling.plan import BASE, UpcyclePlan, resolve
 from moesaic.upcycling.recipe import UpcycleRecipe
@@ -33,7 +34,7 @@ def _named(specialists: Any) -> list[dict[str, str]]:
     return [{"name": name, "path": str(path)} for name, path in specialists.items()]
 
 
-@verb(UpcycleRecipe, positional=("base",), out=True, convert={"specialists": _named})
+@verb(UpcycleRecipe, positional=("base",), out="folder", convert={"specialists": _named})
 def upcycle(
     recipe: UpcycleRecipe,
     out: str | Path,
@@ -60,7 +61,8 @@ def upcycle(
     if dry_run:
         promise = statement(plan.layer, identical=len(plan.ffn_sources) == 1)
         unread = (UNREAD,) if plan.specialists else ()
-        return UpcycleResult(out=None, plan=plan, statement=promise, notices=(*plan.notices, *unread), seconds=0.0)
+        said = (*plan.notices, *unread, *_untaught(plan, quiet))
+        return UpcycleResult(out=None, plan=plan, statement=promise, notices=said, seconds=0.0)
     count = workers or default_workers()
     tensors = new_tensors(plan)
     hashes = _check_sources(plan, used_tensors(plan, tensors), count, quiet)
@@ -88,9 +90,18 @@ def upcycle(
         out=Path(out),
         plan=plan,
         statement=promise,
-        notices=tuple(notices),
+        notices=(*notices, *_untaught(plan, quiet)),
         seconds=time.monotonic() - started,
     )
+
+
+def _untaught(plan: UpcyclePlan, quiet: bool) -> tuple[str, ...]:
+    """Say where training could not teach the routers what they have to choose."""
+    line = gradient_warning(plan.layer.router_choices)
+    if line is None:
+        return ()
+    notice(line, quiet=quiet)
+    return (line,)
 
 
 def _check_sources(plan: UpcyclePlan, used: Sequence[Iterable[TensorInfo]], workers: int, quiet: bool) -> Hashes:

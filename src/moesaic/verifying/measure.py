@@ -7,8 +7,9 @@ T tokens, D hidden, E experts, K active, M shards; expert e holds shard e mod M.
 the routed experts have: 1, or 1/2 beside shared experts.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.activations import ACT2FN
 
 from moesaic.families.dense import DenseModel
 from moesaic.families.experts import ExpertWeights, widened
+from moesaic.modeling.finite import is_finite
 from moesaic.probe import run_logits
 from moesaic.upcycling.choices import Factors
 from moesaic.verifying.recipe import LayerMeasure
@@ -127,20 +129,27 @@ def view_layer(block: Any, layer: int, dense: DenseRun) -> LayerView:
 
 
 def measure_layer(
-    view: LayerView, *, shards: int, groups_E: Tensor | None, identity: Identity | None, rho: Identity | None
+    view: LayerView,
+    *,
+    shards: int,
+    scaling: float,
+    groups_E: Tensor | None,
+    identity: Identity | None,
+    rho: Identity | None,
 ) -> LayerMeasure:
     """Reduce one layer's view to the figures of the report.
 
     Args:
         view: the layer's behaviour.
         shards: M; expert e holds shard e mod M.
+        scaling: the factor that the routing weights have in them.
         groups_E: group of each expert, None for plain top-k.
         identity: what the routed part should be, where a statement says something else than y = FFN(x).
         rho: the factor of statement N2, (tokens, 1), where it applies.
     """
     expected_TD = identity(view) if identity else None
     factor = rho(view) if rho else None
-    return LayerMeasure(
+    measure = LayerMeasure(
         layer=view.layer,
         error=_relative(view.output_TD - view.ffn_TD, view.ffn_TD).mean().item(),
         norm_ratio=_relative(view.output_TD, view.ffn_TD).mean().item(),
@@ -149,9 +158,14 @@ def measure_layer(
         if expected_TD is None
         else _relative(view.routed_TD - expected_TD, expected_TD).mean().item(),
         rho=None if factor is None else factor.mean().item(),
-        weight_sum_error=(view.weights_TK.sum(-1) - 1).abs().max().item(),
+        weight_sum_error=(view.weights_TK.sum(-1) / scaling - 1).abs().max().item(),
         distinct=None if groups_E is None else _all_different(groups_E[view.ids_TK]).float().mean().item(),
     )
+    if all(map(is_finite, (view.hidden_TD, view.ffn_TD, view.output_TD))):
+        return measure
+    # What is counted would be a number also where nothing is: which experts a NaN goes to says nothing.
+    counted = ("coverage", "weight_sum_error", "distinct")
+    return replace(measure, **{key: math.nan for key in counted if getattr(measure, key) is not None})
 
 
 def _coverage(ids_TK: Tensor, shards: int) -> float | None:
@@ -220,8 +234,8 @@ def from_specialists(
         models: the base, then the specialists; None where they are not there any more.
         shards: M.
         share: part of the output that the routed experts have where `factors` is None.
-        factors: what the shards were scaled by; each then counts its weight. None for D3 with K = M, where every shard
-            as it was counts `share`, whatever the router's weights are.
+        factors: what the shards' matrices were scaled by; each then counts its weight. None for D3 with K = M, where
+            every shard as it was counts `share`, whatever the router's weights are.
     """
     if models is None:
         return None

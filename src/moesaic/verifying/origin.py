@@ -4,7 +4,7 @@ Here `upcycle`'s own functions are asked which statement a recipe gives, so `ver
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import factorial, frexp
 from typing import Any
 
@@ -54,7 +54,7 @@ class Origin:
 
     @property
     def factors_are_powers_of_two(self) -> bool:
-        """Whether scaling rounds nothing, whatever the data type."""
+        """Whether scaling rounds no stored number, whatever the data type."""
         if self.spec is None:
             return False
         factors = self.spec.factors
@@ -81,6 +81,8 @@ def read_origin(source: DenseModel, target: Checkpoint) -> Origin:
         return Origin(code="none", text=text, made=_from_config(config), shards=shards, moe_layers=moe_layers)
     recipe = load_recipe(UpcycleRecipe, record["recipe"])
     spec = choose(recipe, hidden=source.hidden, intermediate=source.intermediate, biases=source.ffn_bias).layer
+    if config.get("routed_scaling_factor", 1.0) != spec.factors.weights:  # written before the config had that key
+        spec = replace(spec, factors=spec.factors.folded, exact_factors=spec.exact_factors.folded)
     hashes = [entry.get("weights_hash") for entry in record["sources"]]
     identical = None not in hashes and len(set(hashes)) == 1
     promise = statement(spec, identical=identical)

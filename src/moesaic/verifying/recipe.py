@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, Literal
 
+from moesaic.common.numbers import finite_only, shown
+
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyRecipe:
@@ -78,6 +80,7 @@ class _Report:
         checks: what decides `ok`.
         max_logit_difference: largest absolute difference of a logit between the two models.
         notes: what to know about these figures.
+        not_finite: where a model gave NaN or infinity, so that figures are missing; the statement then does not hold.
     """
 
     source: str
@@ -90,25 +93,27 @@ class _Report:
     checks: Sequence[Check]
     max_logit_difference: float
     notes: Sequence[str] = ()
+    not_finite: Sequence[str] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether everything that the statement promises holds (where nothing is promised, nothing can fail)."""
-        return all(check.ok for check in self.checks)
+        """Whether everything that the statement promises holds (where nothing is promised, only NaN can fail)."""
+        return not self.not_finite and all(check.ok for check in self.checks)
 
     def _values(self, *names: str) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in names}
+        return {name: finite_only(getattr(self, name)) for name in names}
 
     def _checks(self) -> list[dict[str, Any]]:
-        return [asdict(check) | {"ok": check.ok} for check in self.checks]
+        return [finite_only(asdict(check)) | {"ok": check.ok} for check in self.checks]
 
     def _end(self) -> list[str]:
         return [
             f"statement {self.code}: {self.statement}" if self.code != "none" else f"no statement: {self.statement}",
             *(
-                f"  {'holds' if check.ok else 'FAILS'}: {check.name} {check.value:.2g}, limit {check.limit:.2g}"
-                for check in self.checks
+                f"  {'holds' if one.ok else 'FAILS'}: {one.name} {shown(one.value, '.2g')}, limit {one.limit:.2g}"
+                for one in self.checks
             ),
+            *(f"  NOT FINITE: {place}" for place in self.not_finite),
             *(f"  note: {note}" for note in self.notes),
         ]
 
@@ -148,29 +153,33 @@ class VerifyReport(_Report):
         """Return the report as JSON-ready plain values."""
         return {
             **self._values("source", "target", "made", "code", "statement", "ok", "tokens", "text", "dtype"),
-            "ffn_error": self.error,
+            "ffn_error": finite_only(self.error),
             **self._values("norm_ratio", "coverage", "max_logit_difference", "perplexity_source", "perplexity_target"),
             "checks": self._checks(),
-            "layers": [asdict(layer) for layer in self.layers],
+            "layers": [finite_only(asdict(layer)) for layer in self.layers],
             "notes": list(self.notes),
+            "not_finite": list(self.not_finite),
         }
 
     def lines(self) -> list[str]:
         """Return the report as lines of text."""
         rows = [
-            ("FFN relative error", f"{self.error:.2g} in the worst layer, {self._mean('error'):.2g} on average"),
-            ("FFN output norm", f"{self.norm_ratio:.4g} times the dense one, mean over layers"),
+            (
+                "FFN relative error",
+                f"{shown(self.error, '.2g')} in the worst layer, {self._mean('error', '.2g')} on average",
+            ),
+            ("FFN output norm", f"{shown(self.norm_ratio, '.4g')} times the dense one, mean over layers"),
         ]
         if self.coverage is not None:
-            rows.append(("shard coverage", f"{100 * self.coverage:.4g}% of the tokens get every shard"))
+            rows.append(("shard coverage", f"{shown(100 * self.coverage, '.4g')}% of the tokens get every shard"))
         if self.layers[0].rho is not None:
-            rows.append(("rho", f"{self._mean('rho'):.4g}, mean over layers"))
+            rows.append(("rho", f"{self._mean('rho', '.4g')}, mean over layers"))
         if self.layers[0].identity_error is not None:
-            worst = max(layer.identity_error or 0.0 for layer in self.layers)
-            rows.append(("identity error", f"{worst:.2g} in the worst layer"))
+            worst = max((layer.identity_error or 0.0 for layer in self.layers), key=_nan_last)
+            rows.append(("identity error", f"{shown(worst, '.2g')} in the worst layer"))
         rows += [
-            ("largest logit difference", f"{self.max_logit_difference:.3g}"),
-            ("perplexity", f"{self.perplexity_source:.6g} dense, {self.perplexity_target:.6g} MoE"),
+            ("largest logit difference", shown(self.max_logit_difference, ".3g")),
+            ("perplexity", f"{shown(self.perplexity_source, '.6g')} dense, {shown(self.perplexity_target, '.6g')} MoE"),
         ]
         width = max(len(name) for name, _ in rows)
         return [
@@ -180,8 +189,8 @@ class VerifyReport(_Report):
             *self._end(),
         ]
 
-    def _mean(self, name: str) -> float:
-        return fmean(getattr(layer, name) for layer in self.layers)
+    def _mean(self, name: str, form: str) -> str:
+        return shown(fmean(getattr(layer, name) for layer in self.layers), form)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +215,7 @@ class ExpandedReport(_Report):
             **self._values("max_logit_difference", "loss_source", "loss_target"),
             "checks": self._checks(),
             "notes": list(self.notes),
+            "not_finite": list(self.not_finite),
             **self._values("ok", "loss_jump"),
         }
 
@@ -214,10 +224,10 @@ class ExpandedReport(_Report):
         return [
             f"{self.target}: expanded from {self.source}",
             f"measured on {self.tokens:,} tokens of {self.text}, in {self.dtype}",
-            f"  logits, relative error    {self.error:.2g}",
-            f"  largest logit difference  {self.max_logit_difference:.3g}",
-            f"  loss                      {self.loss_source:.6g} before, {self.loss_target:.6g} after: "
-            f"jump {self.loss_jump:+.4g} nats per token",
+            f"  logits, relative error    {shown(self.error, '.2g')}",
+            f"  largest logit difference  {shown(self.max_logit_difference, '.3g')}",
+            f"  loss                      {shown(self.loss_source, '.6g')} before, "
+            f"{shown(self.loss_target, '.6g')} after: jump {shown(self.loss_jump, '+.4g')} nats per token",
             *self._end(),
         ]
 

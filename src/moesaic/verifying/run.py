@@ -15,6 +15,7 @@ from moesaic.common.progress import progress
 from moesaic.common.verbs import verb
 from moesaic.families.dense import DenseModel, detect
 from moesaic.loading import load
+from moesaic.modeling.finite import Seen, watched
 from moesaic.probe import run_logits, tokens_for
 from moesaic.verifying.measure import (
     DenseRun,
@@ -81,18 +82,21 @@ def _verify_upcycled(recipe: VerifyRecipe, before: Checkpoint, moe: Checkpoint, 
     with progress(2 * tokens_BL.numel(), unit="tokens", label="verifying", quiet=quiet) as tick:
         model = load(before.path, device=recipe.device, dtype=recipe.dtype or "float32")
         dtype = model.dtype
-        dense = run_dense(model, tokens_BL, origin.moe_layers, recipe.batch_size, tick)
+        with watched(model) as seen:
+            dense = run_dense(model, tokens_BL, origin.moe_layers, recipe.batch_size, tick)
         del model
         gc.collect()
         model = load(moe.path, device=recipe.device, dtype=dtype)
-        difference, dense_perplexity, moe_perplexity = compare_logits(model, tokens_BL, dense, recipe.batch_size, tick)
+        with watched(model) as seen_after:
+            compared = compare_logits(model, tokens_BL, dense, recipe.batch_size, tick)
+    difference, dense_perplexity, moe_perplexity = compared
     specialists, more = open_specialists(origin, base)
     measures = _measure_layers(model, origin, dense, specialists)
     checks = _checks(
         origin,
         measures,
         run_dtype=_name(dtype),
-        stored={base.dtype, *(info.dtype for name, info in moe.tensors.items() if ".experts." in name)},
+        stored={base.dtype, *(one.dtype for one in specialists or ()), *_expert_dtypes(moe)},
         logit_difference=difference / max(1.0, dense.logits_BLV.abs().max().item() / 50),
         perplexities=(dense_perplexity, moe_perplexity),
     )
@@ -111,7 +115,17 @@ def _verify_upcycled(recipe: VerifyRecipe, before: Checkpoint, moe: Checkpoint, 
         perplexity_source=dense_perplexity,
         perplexity_target=moe_perplexity,
         notes=(*notes, *more, *_zero_states(dense)),
+        not_finite=_not_finite({before.name: seen, moe.name: seen_after}),
     )
+
+
+def _expert_dtypes(moe: Checkpoint) -> set[str]:
+    return {info.dtype for name, info in moe.tensors.items() if ".experts." in name}
+
+
+def _not_finite(runs: Mapping[str, Seen]) -> list[str]:
+    """Where the models gave NaN or infinity."""
+    return [f"{name}: {seen.not_finite}" for name, seen in runs.items() if seen.not_finite is not None]
 
 
 def _zero_states(dense: DenseRun) -> list[str]:
@@ -132,7 +146,17 @@ def _measure_layers(
     identity, factor = _identity(origin, specialists)
     blocks = decoder_layers(model)
     views = (view_layer(blocks[layer].mlp, layer, dense) for layer in origin.moe_layers)
-    return [measure_layer(view, shards=origin.shards, groups_E=groups, identity=identity, rho=factor) for view in views]
+    return [
+        measure_layer(
+            view,
+            shards=origin.shards,
+            scaling=blocks[view.layer].mlp.gate.routed_scaling_factor,
+            groups_E=groups,
+            identity=identity,
+            rho=factor,
+        )
+        for view in views
+    ]
 
 
 def _identity(origin: Origin, specialists: Sequence[DenseModel] | None) -> tuple[Identity | None, Identity | None]:
@@ -162,7 +186,7 @@ def _checks(
         origin: the statement and how the target was made.
         measures: one per MoE layer.
         run_dtype: data type of the run, such as `float32`.
-        stored: safetensors codes of the source's weights and of the target's experts.
+        stored: safetensors codes of the weights of all sources and of the target's experts.
         logit_difference: largest logit difference, scaled down for logits above 50.
         perplexities: of source and target.
     """
@@ -215,11 +239,13 @@ def _verify_expanded(
     with progress(2 * tokens_BL.numel(), unit="tokens", label="verifying", quiet=quiet) as tick:
         model = load(before.path, device=recipe.device, dtype=recipe.dtype or "float32")
         dtype = model.dtype
-        logits_BLV = torch.cat(list(run_logits(model, tokens_BL, recipe.batch_size, tick)))
+        with watched(model) as seen:
+            logits_BLV = torch.cat(list(run_logits(model, tokens_BL, recipe.batch_size, tick)))
         del model
         gc.collect()
         model = load(after.path, device=recipe.device, dtype=dtype)
-        other_BLV = torch.cat(list(run_logits(model, tokens_BL, recipe.batch_size, tick)))
+        with watched(model) as seen_after:
+            other_BLV = torch.cat(list(run_logits(model, tokens_BL, recipe.batch_size, tick)))
     error = ((other_BLV - logits_BLV).norm() / logits_BLV.norm()).item()
     statement = record.get("statement", {})
     exact = statement.get("code") in ("E1", "E2", "E3") and not record.get("recipe", {}).get("delta")
@@ -239,6 +265,7 @@ def _verify_expanded(
         loss_target=_loss(other_BLV, tokens_BL),
         checks=[Check(name="relative error of the logits", value=value, limit=limit)] if exact else [],
         notes=notes,
+        not_finite=_not_finite({before.name: seen, after.name: seen_after}),
     )
 
 

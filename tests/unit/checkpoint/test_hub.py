@@ -81,7 +81,7 @@ def client(cache: Path, endpoint: str, *calls: tuple[str, str], **settings: str)
         **settings,
     }
     command = [sys.executable, "-W", "error", "-c", CLIENT, json.dumps(calls)]
-    run = subprocess.run(command, env=environment, cwd=cache, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, env=environment, cwd=cache, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "Fetching" not in run.stderr  # no bars where there is no terminal
     *results, heavy = map(json.loads, run.stdout.splitlines())

@@ -4,8 +4,6 @@ import itertools
 import json
 import os
 import random
-import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from moesaic.checkpoint.record import fingerprint, read_provenance, write_proven
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter, OutputTensor, plan_files
 from moesaic.common.errors import MoesaicError
+from tests.kills import count_calls
 from tests.tiny_files import fork, result_of
 
 ROWS, COLUMNS = 64, 4096
@@ -72,24 +71,26 @@ def test_kill_at_any_moment(one_step: bool, tmp_path: Path, monkeypatch: pytest.
     rng = random.Random(0)
     seen: set[str] = set()
 
-    def forever() -> str:
+    def forever(calls: int) -> str:
+        count_calls(calls)
         for value in itertools.count(1):
             build(target, value, overwrite=True)
         return ""
 
-    start = time.perf_counter()
-    build(tmp_path / "warm-up", 0, overwrite=False)
-    once = time.perf_counter() - start
+    def counted() -> str:
+        calls = count_calls()
+        build(tmp_path / "warm-up", 0, overwrite=False)
+        return str(calls())
+
+    once = int(result_of(fork(counted)))
     wanted = {"new", "kept", "absent", "leftover"}
     for attempt in range(100):
         if attempt >= 20 and wanted <= seen:
             break
         if attempt % 3 == 0 and target.exists():
             target.rename(tmp_path / f"done{attempt}")  # so that kills before the first success are met too
-        child = fork(forever)
-        time.sleep(rng.uniform(0, 3 * once) if attempt % 3 else rng.uniform(0, once))
-        os.kill(child[0], signal.SIGKILL)
-        result_of(child)
+        calls = rng.randint(1, 3 * once if attempt % 3 else once)
+        result_of(fork(lambda calls=calls: forever(calls)))
         old = [path for path in leftovers(tmp_path) if path.name.endswith("-old")]
         if target.exists():
             seen.add("new" if checked_value(target) else "kept")

@@ -47,7 +47,6 @@ def test_what_local_rows_become():
     assert adapted("arc_easy", choice) == [lettered | {"question": "q"}]
     assert adapted("openbookqa", choice) == [lettered | {"question_stem": "q"}]
     assert adapted("hellaswag", choice) == [{"query": "q", "choices": ["x", "y", "z"], "label": "2"}]
-    assert adapted("mmlu", choice) == [{"question": "q", "choices": ["x", "y", "z"], "answer": 2, "subject": "s"}]
     for choices, answer, label in ((["yes", "no"], 0, 1), (["yes", "no"], 1, 0), (["no", "yes"], 0, 0)):
         row = choice | {"choices": choices, "answer": answer}
         assert adapted("boolq", row) == [{"question": "q", "passage": "c", "label": label}]
@@ -71,10 +70,14 @@ def test_what_local_rows_become():
         (
             "piqa",
             {"goal": "g", "sol1": "a"},
-            r"not a row of PIQA \(no field 'sol2'\); it has goal, sol1, and the hub's",
+            r"not a row of PIQA \(no field 'question'\); it has goal, sol1, and the hub's",
         ),
-        ("piqa", {"question": "q", "choices": ["a", "b", "c"], "answer": 0}, r"not a row of PIQA \(too many values"),
-        ("piqa", {"question": "q", "choices": ["a", "b"], "answer": 2}, r"not a row of PIQA \(no field 'goal'\)"),
+        ("piqa", {"question": "q", "choices": ["a", "b", "c"], "answer": 0}, r"choices: expected 2 values, got 3"),
+        (
+            "piqa",
+            {"question": "q", "choices": ["a", "b"], "answer": 2},
+            r"answer: must be the index of one",
+        ),
         ("copa", {"question": "q", "choices": ["a", "b"], "answer": 0}, r"not a row of COPA \(no field 'premise'\)"),
         ("squad2", {"question": "q", "answer": "a"}, r"not a row of SQuAD2 \(no field 'qas'\)"),
     ],
@@ -84,6 +87,91 @@ def test_rows_of_something_else_are_refused_with_their_line(tmp_path: Path, task
     with pytest.raises(MoesaicError, match=message) as caught:
         read_local(task, BENCHMARKS[task], tmp_path, shots=0)
     assert str(caught.value).startswith(f"{file}:1: ")
+
+
+_CHOICE = {"question": "q", "choices": ["a", "b", "c", "d"], "answer": 0}
+_ASKED = {"id": "1", "question": "q", "answers": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("task", "split", "row", "message"),
+    [
+        (
+            "squad2",
+            "validation",
+            {"context": "c", "qas": [_ASKED | {"answers": "Paris"}]},
+            r"qas\.0\.answers: ",
+        ),
+        (
+            "squad",
+            "validation",
+            {"context": "c", "qas": [_ASKED | {"answers": [["a"]]}]},
+            r"qas\.0\.answers\.0: ",
+        ),
+        ("squad", "validation", {"context": "c", "qas": "q"}, r"qas: expected a list, got 'q'"),
+        ("naturalqs", "validation", {"question": "q", "answer": "Paris"}, r"answer: expected a list, got 'Paris'"),
+        ("naturalqs", "validation", {"question": "q", "answer": []}, r"answer: the list is empty"),
+        (
+            "triviaqa_f1",
+            "validation",
+            {"question": "q", "answer": {"value": "a", "aliases": "a"}},
+            r"answer\.aliases: expected a list, got 'a'",
+        ),
+        ("gsm8k_cot", "test", {"question": "q", "answer": [3]}, r"answer: expected text, got \[3\]"),
+        ("gsm8k_cot", "test", {"question": None, "answer": "3"}, r"question: expected text, got null"),
+        ("openbookqa", "test", _CHOICE | {"choices": "abcd"}, r"choices: expected a list, got 'abcd'"),
+        ("openbookqa", "test", _CHOICE | {"answer": "D"}, r"answer: expected a whole number, got 'D'"),
+        ("hellaswag", "validation", {"query": "q", "choices": ["a", "b"], "label": 2}, r"label: must be one of 0, 1"),
+        (
+            "copa",
+            "validation",
+            dict.fromkeys(("premise", "choice1", "choice2", "question"), "a") | {"label": -1},
+            "label",
+        ),
+        (
+            "arc_easy",
+            "test",
+            {"question": "q", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "E"},
+            r"answerKey: must be one of A, B, got 'E'",
+        ),
+        ("drop", "validation", {"query_id": "1", "passage": "p", "question": "q"}, r"no field 'answer'"),
+        ("mmlu", "test", _CHOICE | {"answer": 4, "subject": "anatomy"}, r"answer: must be the index of one of the 4"),
+    ],
+)
+def test_a_field_of_another_type_is_refused_by_row_and_field(
+    tmp_path: Path, task: str, split: str, row: dict, message: str
+):
+    file = write_rows(tmp_path / f"{BENCHMARKS[task].files or task}.{split}.jsonl", [row])
+    with pytest.raises(MoesaicError, match=message) as caught:
+        read_local(task, BENCHMARKS[task], tmp_path, shots=0)
+    assert str(caught.value).startswith(f"{file}:1: ")
+
+
+def test_official_squad_answers_and_numbers_as_answers_are_read(tmp_path: Path):
+    asked = [
+        {"id": "1", "question": "q", "answers": [{"text": "a", "answer_start": 3}, {"text": "b", "answer_start": 3}]},
+        {"id": 2, "question": "r", "answers": [], "is_impossible": True, "plausible_answers": [{"text": "x"}]},
+        {"id": "3", "question": "s", "answers": {"text": ["c"], "answer_start": [1]}},
+    ]
+    write_rows(tmp_path / "squad2.validation.jsonl", [{"context": "c", "qas": asked}])
+    rows = read_local("squad2", BENCHMARKS["squad2"], tmp_path, shots=0).rows[""]["validation"]
+    assert [row["answers"]["text"] for row in rows] == [["a", "b"], [], ["c"]]
+    assert [row["id"] for row in rows] == ["1", "2", "3"]
+    write_rows(tmp_path / "gsm8k.test.jsonl", [{"question": "q", "answer": 51}])
+    assert read_local("gsm8k_cot", BENCHMARKS["gsm8k_cot"], tmp_path, shots=0).rows[""]["test"][0]["answer"] == "51"
+
+
+@pytest.mark.parametrize("number", [2, 4, 5])
+def test_the_choices_that_a_row_has_are_asked(number: int):
+    choices = ["v", "w", "x", "y", "z"][:number]
+    asked = "".join(f"{letter}. {choice}\n" for letter, choice in zip("ABCDE", choices, strict=False))
+    mmlu, csqa = (BENCHMARKS[name].local_config for name in ("mmlu", "csqa"))
+    row = {"question": " q ", "choices": choices}
+    assert mmlu["doc_to_text"](row) == f"q\n{asked}Answer:"
+    assert mmlu["doc_to_choice"](row) == list("ABCDE"[:number])
+    row = {"question": " q ", "choices": {"text": choices, "label": list("ABCDE"[:number])}}
+    assert csqa["doc_to_text"](row) == f"Question: q\n{asked}Answer:"
+    assert csqa["doc_to_choice"](row) == list("ABCDE"[:number])
 
 
 def test_demonstrations_come_from_their_split_and_are_limited(tmp_path: Path):

@@ -1,7 +1,9 @@
 """Allocation of copies against brute force over all allocations of small layers."""
 
 import itertools
+import math
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -70,10 +72,42 @@ def test_evenly_differs_by_at_most_one(count, added):
 
 def test_sampling_follows_the_utilities():
     rng = random.Random(1)
-    draws = [allocate([3.0, 1.0, 0.0], 1, cap=3, rule="sample", rng=rng) for _ in range(4000)]
+    draws = [allocate([3.0, 1.0, 0.0], 1, cap=3, rule="sample_proportional", rng=rng) for _ in range(4000)]
     shares = [sum(draw[expert] for draw in draws) / 4000 for expert in range(3)]
     assert shares[0] == pytest.approx(0.75, abs=0.03)  # 4.4 standard errors
     assert shares[2] == 0
+
+
+def naive_chance(utilities, copies, cap, temperature):
+    """Probability of `copies` when one after the other is drawn by softmax(utility / temperature) below the cap."""
+    if not sum(copies):
+        return 1.0
+    total = 0.0
+    for last in range(len(copies)):
+        before = [number - (expert == last) for expert, number in enumerate(copies)]
+        if min(before) < 0:
+            continue
+        weights = [math.exp(u / temperature) * (number < cap) for u, number in zip(utilities, before, strict=True)]
+        total += naive_chance(utilities, before, cap, temperature) * weights[last] / sum(weights)
+    return total
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+def test_sample_draws_by_the_softmax_of_utility_over_temperature(temperature):
+    """Row 5 of docs/peers.md, against the exact probability of every allocation."""
+    utilities, cap, number, rng = [1.0, 0.2, 0.0], 2, 4000, random.Random(1)
+    found = Counter(
+        tuple(allocate(utilities, 3, cap=cap, rule="sample", rng=rng, temperature=temperature)) for _ in range(number)
+    )
+    chances = {copies: naive_chance(utilities, copies, cap, temperature) for copies in every_allocation(3, 3, cap)}
+    assert sum(chances.values()) == pytest.approx(1)
+    for copies, chance in chances.items():
+        assert abs(found[copies] - number * chance) < 4.5 * math.sqrt(number * chance * (1 - chance)) + 1
+
+
+def test_sample_does_not_overflow():
+    copies = allocate([1e5, 0.0, -0.0], 4, cap=3, rule="sample", rng=random.Random(0), temperature=1e-3)
+    assert copies[0] == 3
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -7,7 +7,7 @@ import torch
 
 from moesaic.routing.config import RuleConfig
 from moesaic.routing.pools import RoutingContext
-from moesaic.routing.rules import RouterSettings, RoutingDecision, build_rule, decide
+from moesaic.routing.rules import RouterSettings, RoutingDecision, Weighting, build_rule, decide
 from moesaic.routing.stats import (
     RoutingStats,
     busiest_share,
@@ -23,10 +23,10 @@ LAYERS, EXPERTS, TOP_K = 2, 6, 2
 GROUPS = (0, 0, 1, 1, 2, 2)
 
 
-def make(rule: RuleConfig, seed: int = 0) -> tuple[RoutingContext, list[RoutingDecision]]:
+def make(rule: RuleConfig, seed: int = 0, weighting: Weighting = "all") -> tuple[RoutingContext, list[RoutingDecision]]:
     context = RoutingContext.from_sequences(naive.random_documents(seed))
     generator = torch.Generator().manual_seed(seed)
-    router = RouterSettings(num_experts=EXPERTS, top_k=TOP_K, weighting="all", cast_weights=False)
+    router = RouterSettings(num_experts=EXPERTS, top_k=TOP_K, weighting=weighting, cast_weights=False)
     built = build_rule(rule, router)
     tokens = len(context.document_ids_T)
     logits = torch.randn(LAYERS, tokens, EXPERTS, generator=generator) * 2
@@ -40,8 +40,9 @@ def check_fields(one: RoutingStats, two: RoutingStats, exact: tuple[str, ...] = 
         torch.testing.assert_close(a, b, rtol=0, atol=0 if name in exact else 1e-12)
 
 
-def test_statistics_against_a_loop():
-    context, decisions = make(RuleConfig(rule="document_pool", pool_size=(2, 4)))
+@pytest.mark.parametrize("weighting", ["all", "sigmoid"])
+def test_statistics_against_a_loop(weighting):
+    context, decisions = make(RuleConfig(rule="document_pool", pool_size=(2, 4)), weighting=weighting)
     stats = measure_stats(decisions, context.token_mask_T, pairs=True)
     counts, pairs = torch.zeros(LAYERS, EXPERTS).long(), torch.zeros(LAYERS, EXPERTS, EXPERTS).long()
     probability, weight = torch.zeros(LAYERS, EXPERTS).double(), torch.zeros(LAYERS, EXPERTS).double()
@@ -59,7 +60,8 @@ def test_statistics_against_a_loop():
                 for other in chosen:
                     pairs[layer, e, other] += 1
             usable = decision.allowed_TE[t].nonzero()[:, 0].tolist()
-            for e, p in zip(usable, naive.softmax(list(decision.logits_TE[t, usable].double())), strict=True):
+            of_usable = naive.probabilities(list(decision.logits_TE[t, usable].double()), weighting)
+            for e, p in zip(usable, of_usable, strict=True):
                 probability[layer, e] += p
                 entropy[layer] -= p * math.log(p)
     expected = RoutingStats(

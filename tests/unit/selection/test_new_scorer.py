@@ -44,7 +44,6 @@ def test_a_scorer_is_a_function_and_a_line(tmp_path):
         env=os.environ | {"PYTHONPATH": str(tmp_path / "src")},
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr

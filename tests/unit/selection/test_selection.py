@@ -8,7 +8,8 @@ import pytest
 from moesaic.common.errors import MoesaicError
 from moesaic.families.identity import SourceModel
 from moesaic.routing.subset import Selection, check_counts, load_selection, save_selection
-from moesaic.selection.select import best_experts, compare_selections, parse_keep, union_selections
+from moesaic.selection.select import best_experts, compare_selections, parse_keep, select, union_selections
+from tests.tiny_moes import save_tiny_moe
 
 SOURCE = SourceModel(
     name="m", revision=None, model_type="olmoe", num_experts=6, top_k=2, num_groups=1, layers=(0, 2), sample_hash="ab"
@@ -122,3 +123,23 @@ def test_our_groups_must_leave_one_expert_for_each_active_one():
     with pytest.raises(MoesaicError, match="s: keeps experts of 1 groups in MoE layer 1, but one_per_group needs 2"):
         check_counts(SOURCE, config, [[0, 3], [1, 2]], top_k=None, where="s")
     assert check_counts(SOURCE, config, [[0, 3], [1, 2]], top_k=1, where="s") == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "shared"), [("qwen2_moe", 1), ("deepseek_v2", 2), ("granitemoeshared", 1), ("olmoe", 0)]
+)
+def test_keep_counts_routed_experts_and_keep_total_all(tmp_path, family, shared):
+    """Row 13 of docs/peers.md."""
+    config = {"n_shared_experts": 2} if family == "deepseek_v2" else {}
+    source = save_tiny_moe(tmp_path / "moe", family, **config)
+    for kept, asked in ((4, {"keep": 4}), (4, {"keep_total": 4 + shared}), (4, {"keep": "50%"})):
+        assert select(source, method="random", **asked).counts[0] == kept
+    with pytest.raises(MoesaicError, match="--keep-total 99: must be from 1 to"):
+        select(source, method="random", keep_total=99)
+    with pytest.raises(MoesaicError, match="--keep, --keep-total: give one of the two"):
+        select(source, method="random", keep_total=4, keep=4)
+
+
+def test_a_quarter_of_127_routed_and_1_shared():
+    assert parse_keep("25%", 127) == 32
+    assert parse_keep("25%", 127 + 1) - 1 == 31

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.data.packing import PackedBatch
 from moesaic.modeling.cross_entropy import ratio_with_error
@@ -204,7 +205,25 @@ def test_padding_changes_nothing():
     assert_same_step(make_trainable(recipe), [narrow], make_trainable(recipe), [wide], atol=1e-6)
 
 
-@pytest.mark.parametrize("scope", ["local", "global", "batch"])
+@pytest.mark.parametrize("rule", ["document_pool", "one_per_group"])
+def test_the_balancing_loss_of_scope_step_does_not_depend_on_the_cut(rule):
+    """Row 10 of docs/peers.md; micro-batches of different length, and one of padding alone."""
+    recipe = make_recipe(routing=RULES[rule], losses={"balance": {"coefficient": 1.0, "scope": "step"}})
+    batch = pack([[5, 7, 4], [6], [3, 9], [2, 2]], width=16)
+    cuts = [*(rows_of(batch, row, row + 1) for row in range(4)), pack([[]], width=16)]
+    assert_same_step(make_trainable(recipe), [batch], make_trainable(recipe), cuts, atol=1e-6)
+
+
+def test_other_scopes_do_depend_on_the_cut():
+    batch = pack([[5, 7, 4], [6], [3, 9], [2, 2]], width=16)
+    cuts = [rows_of(batch, row, row + 1) for row in range(4)]
+    for scope in ("local", "global", "batch"):
+        recipe = make_recipe(losses={"balance": {"coefficient": 1.0, "scope": scope}})
+        whole, cut = (gradients(make_trainable(recipe), batches)[0] for batches in ([batch], cuts))
+        assert abs((whole.balance_loss or 0) - (cut.balance_loss or 0)) > 1e-3
+
+
+@pytest.mark.parametrize("scope", ["local", "global", "batch", "step"])
 def test_micro_steps_of_padding_alone_change_nothing(scope):
     """The end of `data.epochs`: the balancing loss is a mean over the micro-steps that have tokens."""
     recipe = make_recipe(losses={"router_z": 0.01, "balance": {"coefficient": 0.1, "scope": scope}})
@@ -312,6 +331,21 @@ def test_what_decays():
     assert decays("model.embed_tokens.weight", matrix)
     assert not decays("model.norm.weight", vector)
     assert not decays("model.layers.0.mlp.experts.down_proj_bias", matrix)
+
+
+def test_no_decay_says_which_parameters_decay():
+    """EMO's own: everything but the embeddings (row 9 of docs/peers.md); one step without gradients shows it."""
+    recipe = make_recipe(optimizer={"lr": 0.5, "weight_decay": 0.1, "no_decay": ["*embed_tokens*"]})
+    trainable = make_trainable(recipe)
+    before = {name: parameter.detach().clone() for name, parameter in trainable.masters.parameters.items()}
+    for parameter in trainable.masters.parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    trainable.optimizer.step()
+    for name, parameter in trainable.masters.parameters.items():
+        factor = 1.0 if name == "model.embed_tokens.weight" else 1 - 0.5 * 0.1
+        torch.testing.assert_close(parameter.detach(), factor * before[name], msg=name)
+    with pytest.raises(MoesaicError, match=r"optimizer.no_decay: '\*embeddings\*' matches no parameter; one is called"):
+        make_trainable(make_recipe(optimizer={"lr": 0.5, "no_decay": ["*embeddings*"]}))
 
 
 def test_standard_error_of_a_ratio_against_the_spread_of_many_draws():

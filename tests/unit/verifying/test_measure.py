@@ -36,7 +36,7 @@ def norm(values):
 def test_figures_equal_loops_over_tokens(view, shards):
     groups = torch.tensor([0, 0, 1, 1, 2, 2])
     expected = torch.randn(TOKENS, HIDDEN)
-    got = measure_layer(view, shards=shards, groups_E=groups, identity=lambda _: expected, rho=None)
+    got = measure_layer(view, shards=shards, scaling=2.0, groups_E=groups, identity=lambda _: expected, rho=None)
     error = ratio = identity = covered = distinct = 0.0
     for t in range(TOKENS):
         error += norm(view.output_TD[t] - view.ffn_TD[t]) / norm(view.ffn_TD[t]) / TOKENS
@@ -51,7 +51,7 @@ def test_figures_equal_loops_over_tokens(view, shards):
     assert got.coverage == (None if shards == 1 else pytest.approx(covered))
     assert got.distinct == pytest.approx(distinct)
     assert 0 < distinct < 1
-    assert got.weight_sum_error == pytest.approx(max(abs(float(w.sum()) - 1) for w in view.weights_TK), rel=1e-5)
+    assert got.weight_sum_error == pytest.approx(max(abs(float(w.sum()) / 2 - 1) for w in view.weights_TK), rel=1e-5)
     assert got.rho is None
 
 
@@ -85,7 +85,7 @@ def test_rho_is_the_formula_of_n2():
 
 def test_a_token_without_ffn_output_does_not_make_the_mean_infinite(view):
     view.ffn_TD[0] = 0
-    got = measure_layer(view, shards=2, groups_E=None, identity=None, rho=None)
+    got = measure_layer(view, shards=2, scaling=1.0, groups_E=None, identity=None, rho=None)
     assert math.isfinite(got.error)
     assert got.distinct is None
     assert got.identity_error is None

@@ -22,5 +22,6 @@ SPARSE = Method(
     scaled=True,
     reinit=False,
     preserves=True,
+    weighting_of_one="all",
     experts=experts,
 )
