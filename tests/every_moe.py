@@ -173,7 +173,9 @@ def train(case: Case) -> None:
     )
     moesaic.train(recipe, case.folder / "trained", quiet=True)
     before, after = (load_file(one / "model.safetensors") for one in (case.full, case.folder / "trained"))
-    moved = [name for name in before if "experts." in name and not torch.equal(before[name], after[name])]
+    layers = detect_moe(open_checkpoint(case.full)).layers
+    names = [name for layer in layers for one in layer.expert_tensors for name in one.names(EXPERTS)]
+    moved = [name for name in names if not torch.equal(before[name], after[name])]
     assert moved
 
 
