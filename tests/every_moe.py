@@ -157,7 +157,7 @@ def expand(case: Case) -> None:
 def verify(case: Case) -> None:
     if not (case.folder / "large").exists():
         expand(case)
-    assert moesaic.verify(case.full, case.folder / "large", quiet=True).ok
+    assert moesaic.verify(case.full, case.folder / "large", text=str(case.data), quiet=True).ok
 
 
 def train(case: Case) -> None:
