@@ -1,6 +1,7 @@
 # setup: .venv with moesaic and its lab      demo: a small real model, dense to MoE, in a few minutes
 # test: lint, then every test                 lint: ruff, pyright, import-linter        bench: speed and memory
 # browser: Chromium for tests/browser, if there is none
+# fuzz: edits of every document that the tool reads, for MINUTES=60; prints what came of them
 # interop: parity with llama.cpp, vLLM and mergekit-moe, in environments of their own below .interop (half an hour the first time)
 #
 # make bench MERGEKIT=/opt/mk/bin/mergekit-moe compares with mergekit as well (see benchmarks/upcycle.py).
@@ -13,7 +14,9 @@ READY := $(VENV)/.ready
 # No test may reach for the network, and two test processes with one thread each are faster than threads that compete.
 TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
-.PHONY: setup demo test lint bench browser interop
+MINUTES ?= 60
+
+.PHONY: setup demo test lint bench browser fuzz interop
 
 setup: $(READY)
 
@@ -46,6 +49,9 @@ browser: setup
 
 bench: setup
 	$(BIN)/python benchmarks/upcycle.py $(if $(MERGEKIT),--mergekit $(MERGEKIT))
+
+fuzz: setup
+	$(TEST_ENVIRONMENT) $(BIN)/python -m tests.fuzz $(MINUTES)
 
 interop: setup
 	sh interop/setup.sh

@@ -85,6 +85,7 @@ def results_document(
             "revision": None,
             "model_type": "moesaic_llama",
             "weights_hash": weights,
+            "sample_hash": "s" * 32,
             "verb": "extract" if kept < 8 else "train",
             "made_from": [],
             "full_model": "s" * 32,

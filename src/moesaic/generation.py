@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moesaic.common.errors import MoesaicError
 from moesaic.common.verbs import verb
+from moesaic.data.vocabulary import refuse_unknown_ids
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -64,7 +65,7 @@ def generate(recipe: GenerateRecipe, *, stream: bool = False) -> str | list[str]
     if recipe.selection is not None:
         _restrict(model, checkpoint, recipe.selection)
     for ids in encoded:
-        _check_tokens(ids, model.config.get_text_config().vocab_size, checkpoint)
+        refuse_unknown_ids(max(ids), model.config.get_text_config().vocab_size, str(checkpoint))
     model.generation_config = _settings(model, recipe.max_new_tokens, recipe.temperature)
     streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream and len(prompts) == 1 else None
     texts: list[str] = []
@@ -155,10 +156,3 @@ def _first_id(*candidates: int | Sequence[int] | None) -> int:
 def _refuse_empty(encoded: list[list[int]]) -> None:
     if not all(encoded):
         raise MoesaicError("PROMPT: is empty, and this tokenizer has no start token; give at least one word")
-
-
-def _check_tokens(token_ids: list[int], vocabulary: int, name: str) -> None:
-    if max(token_ids) >= vocabulary:
-        raise MoesaicError(
-            f"{name}: its tokenizer gives token {max(token_ids)}, but the model has only {vocabulary}; they differ"
-        )

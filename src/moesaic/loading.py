@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -12,6 +13,8 @@ from moesaic.checkpoint.record import read_provenance, side_files
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import warn
+from moesaic.common.recipe import load_document
+from moesaic.families.config_values import check_fits, refuse_giant
 from moesaic.families.counting import beyond_depth, layer_of
 from moesaic.families.moe import prediction_notices
 from moesaic.families.moe_table import way_out
@@ -20,6 +23,11 @@ from moesaic.routing.install import reinstall
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from transformers.distributed.configuration_utils import DistributedConfig
+
+_REASON = 300
+"""Characters of a library's own words in a message."""
+
+_NOT_TAKEN = "transformers cannot use a value in it"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -52,7 +60,10 @@ def load(
     place, number_type = pick_device(device), pick_dtype(dtype)
     config = load_config(checkpoint.path, str(path))
     # A mismatch of shapes would be an error of many lines; what was not loaded is looked at below instead.
-    with _explained(checkpoint.path / "config.json", LookupError, ArithmeticError, AssertionError):
+    text = config.get_text_config().to_dict()
+    check_fits(text, checkpoint.tensors, f"{path}: config.json")
+    load_generation_config(checkpoint.path)
+    with explained_errors(f"{checkpoint.path / 'config.json'}: {_NOT_TAKEN}"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint.path,
             config=config,
@@ -83,9 +94,18 @@ def load(
     return model.eval()
 
 
+@dataclass(frozen=True, kw_only=True)
+class _TokenizerConfig:
+    """What transformers takes from tokenizer_config.json as it is, and only fails on when there is text."""
+
+    model_max_length: float | None = None
+    padding_side: Literal["left", "right"] = "right"
+    truncation_side: Literal["left", "right"] = "right"
+    clean_up_tokenization_spaces: bool | None = None
+
+
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a checkpoint; a `MoesaicError` says when there is none."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     checkpoint = open_checkpoint(path)
@@ -93,10 +113,12 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
         raise MoesaicError(f"{path}: model_type {model_type!r} in config.json is unknown to transformers{hint}")
     if not side_files(checkpoint, VOCABULARY_FILES):  # transformers would make an empty one for some families
         raise MoesaicError(f"{path}: has no usable tokenizer (no vocabulary file); copy the base's tokenizer files")
+    if (file := checkpoint.path / "tokenizer_config.json").exists():
+        load_document(_TokenizerConfig, load_json(file), str(file), others=True, way_out="copy the base's")
     try:
         return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
-        reason = str(error).strip().partition("\n")[0]
+    except Exception as error:  # the tokenizers package raises bare ones
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise MoesaicError(f"{path}: has no usable tokenizer ({reason}); copy the base's tokenizer files") from error
 
 
@@ -128,26 +150,49 @@ def load_config(folder: Path, name: str) -> Any:
     Raises:
         MoesaicError: a type that is unknown, a value that its class does not take.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     file = folder / "config.json"
-    refuse_unknown_architecture(load_json(file), name)
-    kinds = (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
-    with _explained(file, *kinds):
+    values = load_json(file)
+    refuse_unknown_architecture(values, name)
+    for part in (values, values.get("text_config")):
+        if isinstance(part, dict):
+            refuse_giant(part, str(file))
+    with explained_errors(f"{file}: {_NOT_TAKEN}"):
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
+def load_generation_config(folder: Path) -> Any:
+    """The `GenerationConfig` of a folder; None where it has none.
+
+    Raises:
+        MoesaicError: a value that transformers does not take.
+    """
+    from transformers import GenerationConfig
+
+    file = folder / "generation_config.json"
+    if not file.exists():
+        return None
+    load_json(file)
+    with explained_errors(f"{file}: {_NOT_TAKEN}"):
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
 @contextmanager
-def _explained(config: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn what transformers raises for a bad value in a config.json into a MoesaicError that names the file."""
+def explained_errors(what: str) -> Iterator[None]:
+    """Turn what transformers raises for a value that others wrote into a MoesaicError of one line, which begins `what`.
+
+    All kinds of errors: its classes check little, and fail with whatever their arithmetic or a package that is not
+    installed says.
+    """
     try:
         yield
-    except kinds as error:
+    except (MoesaicError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
         reason = " ".join(str(error).split())
-        raise MoesaicError(
-            f"{config}: transformers cannot use a value in it ({type(error).__name__}: {reason}); correct it"
-        ) from error
+        reason = reason if len(reason) <= _REASON else f"{reason[: _REASON - 3]}..."
+        raise MoesaicError(f"{what} ({type(error).__name__}: {reason}); correct it") from error
 
 
 def refuse_unknown_architecture(config: dict[str, Any], name: str) -> None:

@@ -34,11 +34,11 @@ def cache(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(scope="module")
 def values(tmp_path_factory) -> dict[str, Any]:
-    """Global balancing, pools and selection biases; one rank alone takes 4 sequences at a time, two take 2 each."""
+    """Balancing over the step, pools and selection biases; one rank takes 4 sequences at a time, two take 1 each."""
     return tiny_recipe(
         tmp_path_factory.mktemp("in"),
         routing={"rule": "document_pool", "pool_size": [2, 6]},
-        losses={"balance": {"coefficient": 0.1, "scope": "global"}, "router_z": 0.001, "bias_balancing": 0.001},
+        losses={"balance": {"coefficient": 0.1, "scope": "step"}, "router_z": 0.001, "bias_balancing": 0.001},
         optimizer={"lr": 1e-3, "warmup_steps": 5},
         batch={"tokens": 256, "micro_sequences": 4},
         budget={"steps": STEPS},
@@ -54,7 +54,7 @@ def one_process(values, tmp_path_factory) -> Path:
 
 
 def two(values: dict[str, Any], parallel: dict[str, int]) -> dict[str, Any]:
-    return values | {"parallel": parallel, "batch": values["batch"] | {"micro_sequences": 2}}
+    return values | {"parallel": parallel, "batch": values["batch"] | {"micro_sequences": 1}}
 
 
 def train(values: dict[str, Any], out: Path) -> None:

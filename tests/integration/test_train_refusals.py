@@ -135,3 +135,20 @@ def test_the_models_of_the_recipes_in_the_package_have_known_keys():
             model = load_train_recipe(shipped.name).model
             if isinstance(model, ScratchModel):
                 refuse_unknown_keys(model)
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_a_damaged_state_is_one_line(tmp_path, part):
+    recipe = tiny_recipe(tmp_path / "in", budget={"steps": 2})
+    run(recipe, tmp_path / "out")
+    (state,) = list_states(tmp_path / "out" / "state")
+    (file,) = (state / part).glob("*.safetensors")
+    whole = file.read_bytes()
+    for content, message in (
+        (whole[: len(whole) // 2], f"{file}: truncated"),
+        (whole.replace(b"lm_head", b"lm_hxxx", 1), f"{state / part}: "),
+    ):
+        file.write_bytes(content)
+        said = refusal(recipe | {"budget": {"steps": 3}}, tmp_path / "out", resume=True)
+        assert said.startswith(message)
+        assert said.endswith("remove the folder of this state to go on from the one before")

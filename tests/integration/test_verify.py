@@ -316,3 +316,16 @@ def test_another_data_type_of_the_run(models, tmp_path):
     report = verify(models / "base", target, dtype="bfloat16", quiet=True)
     assert report.dtype == "bfloat16"
     assert report.ok, report.lines()
+
+
+@pytest.mark.parametrize(("base", "specialists"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+@pytest.mark.parametrize("method", ["divmoe", "btx"])
+def test_the_limit_follows_the_types_of_all_sources(tmp_path, method, base, specialists):
+    """What is written has the base's type; a specialist of another one is rounded once on its way there."""
+    save_tiny(tmp_path / "base", "llama", seed=0, dtype=getattr(torch, base))
+    for seed in (1, 2, 3, 4):
+        save_tiny(tmp_path / f"other{seed}", "llama", seed=seed, dtype=getattr(torch, specialists))
+    others = [f"other{seed}" for seed in (1, 2, 3, 4)]
+    report = verify(tmp_path / "base", make(tmp_path, tmp_path / "moe", method, others), quiet=True)
+    assert report.code in ("D1", "D3")
+    assert report.ok, report.lines()

@@ -22,6 +22,7 @@ from moesaic.data.calibration import domain_of, render
 from moesaic.data.files import PREFIX, Record, find_files, read_hub, read_records, resolve_hub
 from moesaic.data.recipe import SourceRecipe
 from moesaic.data.tokenise import in_batches
+from moesaic.data.vocabulary import refuse_unknown_ids
 from moesaic.evaluation.own import is_task, task_name
 
 DOMAIN_FIELD = "domain"
@@ -121,9 +122,7 @@ def draw_sample(
     documents = sorted((text for _, _, text in draw.heap), key=lambda text: (text.domain, text.place))
     if not documents:
         raise MoesaicError(_nothing(draw, recipe, name))
-    largest = max(int(text.ids.max()) for text in documents)
-    if largest >= vocab_size:
-        raise MoesaicError(f"{name}: the tokenizer gives token {largest}, but the model has only {vocab_size}")
+    refuse_unknown_ids(max(int(text.ids.max()) for text in documents), vocab_size, name)
     domains = tuple(dict.fromkeys(text.domain for text in documents))
     lengths_D = [len(text.ids) for text in documents]
     return Sample(

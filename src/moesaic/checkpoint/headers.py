@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.common.errors import MoesaicError
+from moesaic.common.plain import refuse_unwritable
+from moesaic.common.recipe import load_document
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -206,17 +208,21 @@ def _tensor_info(name: str, entry: object, file: Path, start: int) -> TensorInfo
 
 def shard_names(index_file: Path) -> dict[str, str]:
     """The weight map (tensor -> file name) of an index file, checked for its types only."""
-    weight_map = load_json(index_file).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise MoesaicError(f'{index_file}: has no "weight_map" of tensor names to file names')
+    weight_map = load_document(_Index, load_json(index_file), str(index_file), others=True).weight_map
     if not weight_map:
         raise MoesaicError(f"{index_file}: its weight_map is empty")
     for name, file in weight_map.items():
-        if not isinstance(file, str):
-            raise MoesaicError(f"{index_file}: puts tensor {name!r} into {json.dumps(file)}, which is not a file name")
         if not file.endswith(".safetensors"):
             raise MoesaicError(f"{index_file}: puts tensor {name!r} into {file!r}, which is not a .safetensors file")
     return weight_map
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Index:
+    """model.safetensors.index.json; its `metadata` is of no use here."""
+
+    weight_map: dict[str, str]
+    """Tensor -> name of the file that has it."""
 
 
 def collect(
@@ -254,8 +260,8 @@ def no_weights(where: Path | str, files: list[str]) -> MoesaicError:
     return MoesaicError(f"{missing}; give the folder of a transformers checkpoint")
 
 
-def load_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; a MoesaicError names the file when it isn't one."""
+def load_json(path: Path, *, halves: bool = False) -> dict[str, Any]:
+    """A JSON object from a file; a MoesaicError names the file when it isn't one. `halves`: see `refuse_unwritable`."""
     try:
         value = json.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError as error:
@@ -268,4 +274,13 @@ def load_json(path: Path) -> dict[str, Any]:
         raise MoesaicError(f"{path}: not JSON ({' '.join(str(error).split())})") from error
     if not isinstance(value, dict):
         raise MoesaicError(f"{path}: not a JSON object")
+    refuse_unwritable(value, str(path), halves=halves)
+    return value
+
+
+def load_format(path: Path, expected: str, what: str) -> dict[str, Any]:
+    """A document of Moesaic without its `format`, which must be the expected one; `what` names it, with its article."""
+    value = load_json(path)
+    if (found := value.pop("format", None)) != expected:
+        raise MoesaicError(f"{path}: not {what} (format is {found!r}, expected {expected!r})")
     return value

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,7 @@ from moesaic.checkpoint.headers import SIDE_FILES, load_json
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.source import Checkpoint, file_inside
 from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import Count, Size, load_document
 
 PROVENANCE_FILE = "moesaic.json"
 FORMAT = "moesaic/1"
@@ -121,7 +123,7 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
     record = load_json(file_inside(folder, PROVENANCE_FILE, told_by=str(folder)))
     if record.get("format") != FORMAT:
         raise MoesaicError(f"{path}: format is {record.get('format')!r}, this version reads {FORMAT!r}; update moesaic")
-    _check_record(record, path)
+    load_document(_Record, record, str(path), others=True)
     return record
 
 
@@ -134,24 +136,51 @@ def original_experts(checkpoint: Checkpoint, count: int, layers: int) -> list[li
     return [list(range(count)) for _ in range(layers)]
 
 
-def _check_record(record: Mapping[str, Any], path: Path) -> None:
-    """What the verbs rely on: `experts.original` rows of ids, a routing rule with a bias per layer or none."""
-    experts, routing = record.get("experts", {}), record.get("routing")
-    original = experts.get("original", []) if isinstance(experts, dict) else None
-    if not (isinstance(original, list) and all(_is_row(row, int) for row in original)):
-        raise MoesaicError(f"{path}: experts.original must be a list of expert ids for each MoE layer")
-    if routing is None:
-        return
-    if not (isinstance(routing, dict) and isinstance(routing.get("rule"), dict) and "selection_bias" in routing):
-        raise MoesaicError(f"{path}: routing must have a rule and a selection_bias (or null)")
-    bias = routing["selection_bias"]
-    rows = [] if bias is None else bias
-    if not (isinstance(rows, list) and all(_is_row(row, int | float) and len(row) == len(rows[0]) for row in rows)):
-        raise MoesaicError(f"{path}: routing.selection_bias must be a list of numbers for each MoE layer, or null")
+@dataclass(frozen=True, kw_only=True)
+class _Experts:
+    original: tuple[tuple[Count, ...], ...] = ()
 
 
-def _is_row(value: Any, kind: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, kind) for one in value)
+@dataclass(frozen=True, kw_only=True)
+class _Routing:
+    rule: dict[str, Any]
+    selection_bias: tuple[tuple[float, ...], ...] | None
+
+    def __post_init__(self) -> None:
+        if len({len(row) for row in self.selection_bias or ()}) > 1:
+            raise MoesaicError("selection_bias has rows of different lengths")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    name: str = ""
+    path: str = ""
+    weights_hash: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    sample_hash: str
+    num_experts: Size
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ancestor:
+    model: _Model
+    ids: tuple[tuple[Count, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Record:
+    """What the verbs rely on; there are further keys of each verb's own."""
+
+    verb: str = ""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    weights_hash: str | None = None
+    sources: tuple[_Source, ...] = ()
+    experts: _Experts = field(default_factory=_Experts)
+    routing: _Routing | None = None
+    lineage: tuple[_Ancestor, ...] | None = None
 
 
 def side_files(checkpoint: Checkpoint, patterns: Sequence[str] = SIDE_FILES) -> list[str]:

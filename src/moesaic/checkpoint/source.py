@@ -79,9 +79,9 @@ def open_headers(ref: str | Path) -> Checkpoint:
 
 
 def _refuse_empty(ref: str | Path) -> None:
-    """An empty text would be this folder for `Path`."""
-    if not str(ref).strip():
-        raise MoesaicError("the name of a checkpoint is empty; give a folder or a hub id (org/name)")
+    """An empty text would be this folder for `Path`, and no path has a NUL character."""
+    if not str(ref).strip() or "\0" in str(ref):
+        raise MoesaicError("the name of a checkpoint is empty or has a NUL; give a folder or a hub id (org/name)")
 
 
 def file_inside(folder: Path, name: str, *, told_by: str) -> Path:
@@ -90,6 +90,8 @@ def file_inside(folder: Path, name: str, *, told_by: str) -> Path:
     The links of the hub's cache (`snapshots/<commit>/x -> ../../blobs/<hash>`) are the one exception.
     `told_by` is what named the file, for the message.
     """
+    if "\0" in name:
+        raise MoesaicError(f"{told_by}: {name!r} is no name of a file: it has a NUL character")
     path = folder / name
     root = folder.resolve()
     real = path.resolve()

@@ -4,12 +4,12 @@ Weights, config.json, moesaic.json, recipe.yaml, README.md and the files that co
 becomes the target when all is complete and synced. The bytes do not depend on the number of threads.
 """
 
-import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from filecmp import cmp
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic.checkpoint.config_file import needs, write_config
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.lazy import Lazy
 from moesaic.checkpoint.output import check_target, output_folder, require_disk
@@ -31,11 +32,12 @@ from moesaic.checkpoint.record import (
     write_card,
     write_provenance,
 )
+from moesaic.checkpoint.same_tokens import keep_source_ids
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.checkpoint.streaming import Unit, has_nonfinite, refuse_nonfinite, scan, units
 from moesaic.checkpoint.writer import DEFAULT_SHARD_SIZE, CheckpointWriter, Layout, OutputTensor, Written, plan_files
 from moesaic.common.errors import MoesaicError
-from moesaic.common.progress import progress
+from moesaic.common.progress import progress, warn
 from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.common.workers import default_workers
 
@@ -275,17 +277,19 @@ def _source_records(sources: Sequence[tuple[str, Checkpoint]], hashes: Hashes) -
 
 
 def _write_small_files(new: NewCheckpoint, folder: Path, hashes: Hashes, written: Written) -> None:
-    copied = copy_side_files(new.sources[0][1], folder)
-    texts = {
-        "config.json": json.dumps(new.config, indent=2, sort_keys=True, ensure_ascii=False) + "\n",
-        "recipe.yaml": dump_recipe(new.recipe),
-        **new.texts,
-    }
-    for name, text in texts.items():
+    source = new.sources[0][1]
+    copied = copy_side_files(source, folder)
+    write_config(folder, new.config)
+    # Beside a config.json of the same type, the same files are read in the same way.
+    if new.config.get("model_type") != source.config.get("model_type"):
+        if differs := keep_source_ids(source.path, folder):
+            warn(differs)
+        copied = [name for name in copied if cmp(source.path / name, folder / name, shallow=False)]
+    for name, text in {"recipe.yaml": dump_recipe(new.recipe), **new.texts}.items():
         path = folder / name
         with explained(path):
             path.write_text(text, encoding="utf-8")
-    write_card(folder, new.card)
+    write_card(folder, new.card + needs(new.config))
     write_provenance(
         folder,
         verb=new.verb,

@@ -35,7 +35,11 @@ def train(call: Call) -> int:
         refuse_overlap(out, recipe)
         refuse_content(out, resume=resume, overwrite=overwrite)
         require_local_files(recipe)
-        return show(call, plan_train(recipe, subject=call.config or "recipe"))
+        plan = plan_train(recipe, subject=call.config or "recipe")
+        from moesaic.training.start import check_dry  # with torch, so after what can be refused without
+
+        check_dry(recipe)
+        return show(call, plan)
     from moesaic.training.run import train
 
     result = train(recipe, out, resume=resume, overwrite=overwrite, quiet=call.quiet)

@@ -9,6 +9,9 @@ from typing import Any
 from moesaic.common.errors import MoesaicError
 from moesaic.common.numbers import finite_only
 
+_MOST = 1200
+"""Characters of an error: what a damaged file holds may be quoted in it."""
+
 
 def print_result(lines: Iterable[str], document: Mapping[str, Any], *, as_json: bool) -> None:
     """Print a verb's result: lines for people, or one JSON document."""
@@ -67,6 +70,8 @@ def _stdout_failed(error: OSError) -> MoesaicError:
 def print_error(message: str, *, kind: str = "error", as_json: bool = False) -> None:
     """Print one line on stderr, and with `--json` also a document with the key `error` on stdout."""
     line = " ".join(message.split())
+    if len(line) > _MOST:
+        line = f"{line[: _MOST // 2]} ... {line[-_MOST // 2 :]}"
     if as_json:
         print_json({"error": line})
     print(f"moesaic: {kind}: {line}", file=sys.stderr)

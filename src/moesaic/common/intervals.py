@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
+from moesaic.common.recipe import Measured
+
 LEVEL = 0.95
 """Probability that an interval is meant to have, unless the caller says another."""
 
@@ -16,9 +18,9 @@ LEVEL = 0.95
 class Interval:
     """An estimate and the two ends of its confidence interval; `None` where there is nothing to estimate it from."""
 
-    value: float
-    low: float | None
-    high: float | None
+    value: Measured
+    low: Measured | None
+    high: Measured | None
 
     @property
     def excludes_zero(self) -> bool:

@@ -1,7 +1,8 @@
-"""Recipes: YAML in, frozen dataclasses out, and back.
+"""Recipes and documents: YAML or JSON in, frozen dataclasses out, and back.
 
 A recipe class is any frozen, keyword-only dataclass whose fields are str, int, float, bool, `Path`, `Literal`, `Any`,
-other such dataclasses, or tuples, lists, dicts (string keys) and unions of these. Nothing here knows one recipe.
+`Count`, `Size`, `Measured`, other such dataclasses, or tuples, lists, dicts (string keys) and unions of these. Nothing
+here knows one recipe. A document is what a program wrote: the same classes, read to the letter (`load_document`).
 
 Every mistake is one `MoesaicError` line that names the file, the full dotted key, the value and what is allowed. A
 check of a value belongs in the class's `__post_init__`: raise a `MoesaicError` there that starts with the field's name
@@ -11,20 +12,28 @@ check of a value belongs in the class's `__post_init__`: raise a `MoesaicError` 
 import dataclasses
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from moesaic.common.errors import MoesaicError, suggest
-from moesaic.common.yaml_text import apply_override, dump_yaml, read_yaml
 
 RecipeT = TypeVar("RecipeT")
 
+Count = Annotated[int, "at least 0"]
+Size = Annotated[int, "at least 1"]
+Measured = Annotated[float, "NaN and the infinities too"]
+"""A number of a run, which may have gone wrong."""
+
 _SET = "--set"
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_MOST_DIGITS = 400
+"""Of a number that is given as text: no float64 has more before its point."""
+_MOST_BITS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,10 +43,20 @@ class _Where:
     source: str
     key: str = ""
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key -> option that set it
-    is_record: bool = False  # keys that a class does not name are another's business
+    exact: bool = False  # a document: text is not read as a number, nor a number as text
+    others: bool = False  # keys that a class does not have are passed over
+    way_out: str = ""  # at the end of every message
 
     def child(self, name: str | int) -> "_Where":
-        return dataclasses.replace(self, key=f"{self.key}.{name}" if self.key else str(name))
+        key = f"{self.key}.{_name(name)}" if self.key else _name(name)
+        return _Where(
+            source=self.source,
+            key=key,
+            origins=self.origins,
+            exact=self.exact,
+            others=self.others,
+            way_out=self.way_out,
+        )
 
     def error(self, message: str) -> MoesaicError:
         source, key = self.source, self.key
@@ -49,6 +68,7 @@ class _Where:
             key = key if source == _SET else key[len(name) + 1 :]  # an option's own name says the key already
         elif below:
             source = f"{source} (with {', '.join(below)})"
+        message = f"{message}; {self.way_out}" if self.way_out else message
         return MoesaicError(f"{source}: {key}: {message}" if key else f"{source}: {message}")
 
 
@@ -69,6 +89,8 @@ def load_recipe(
     `name` is what messages call the source; by default the file's name, or `recipe` for a mapping.
     Raises `MoesaicError` for unknown keys, wrong types, values that are not allowed and missing keys.
     """
+    from moesaic.common.yaml_text import apply_override, read_yaml  # PyYAML: a JSON document is read without it
+
     is_mapping = isinstance(source, Mapping)
     name = name or ("recipe" if is_mapping else str(source))
     values = _copy_containers(dict(source)) if is_mapping else read_yaml(Path(source))
@@ -82,6 +104,23 @@ def load_recipe(
     return _convert(cls, values, _Where(source=name, origins=origins))
 
 
+def load_document(
+    cls: type[RecipeT], values: Mapping[str, Any], name: str, *, others: bool = False, way_out: str = ""
+) -> RecipeT:
+    """Build `cls` from a parsed document that a program wrote; nothing is converted, and no number is NaN or infinite.
+
+    So where the result is not needed, the values themselves are what the class says.
+
+    Args:
+        cls: what the document holds; a `Measured` may be NaN, and `Any` anything.
+        values: the parsed document.
+        name: how messages call it.
+        others: pass over keys that the class does not have.
+        way_out: what to do about a damaged one, at the end of messages.
+    """
+    return _convert(cls, values, _Where(source=name, exact=True, others=others, way_out=way_out))
+
+
 def convert_fields(types: Mapping[str, Any], values: Mapping[str, Any], *, name: str) -> dict[str, Any]:
     """The fields of a record (a row of data) in the types given; a field without a type stays as it is.
 
@@ -90,7 +129,7 @@ def convert_fields(types: Mapping[str, Any], values: Mapping[str, Any], *, name:
 
     Raises `MoesaicError` with the place, the field (`qas.0.answers`), its value and what is expected.
     """
-    where = _Where(source=name, is_record=True)
+    where = _Where(source=name, others=True)
     typed = {key: _convert(types[key], values[key], where.child(key)) for key in types if key in values}
     return {key: _laid_over(value, typed[key]) if key in typed else value for key, value in values.items()}
 
@@ -106,6 +145,8 @@ def _laid_over(value: Any, typed: Any) -> Any:
 
 def dump_recipe(recipe: Any) -> str:
     """Write a recipe dataclass as YAML, every key with its value; `load_recipe` gives an equal object back."""
+    from moesaic.common.yaml_text import dump_yaml
+
     return dump_yaml(recipe_values(recipe))
 
 
@@ -136,8 +177,8 @@ def _copy_containers(value: Any) -> Any:
 
 def _convert(expected: Any, value: Any, where: _Where) -> Any:
     """Turn a plain value into the expected type, or say why it cannot be."""
-    if expected is Any:
-        return value
+    if expected in _SCALARS:
+        return _SCALARS[expected](value, where)
     origin = typing.get_origin(expected)
     if origin in (typing.Union, types.UnionType):
         return _to_union(typing.get_args(expected), value, where)
@@ -145,15 +186,12 @@ def _convert(expected: Any, value: Any, where: _Where) -> Any:
         return _to_literal(typing.get_args(expected), value, where)
     if dataclasses.is_dataclass(expected):
         return _to_dataclass(expected, value, where)
-    container = origin or expected
-    if container in _CONTAINERS:
-        return _CONTAINERS[container](typing.get_args(expected), value, where)
-    return _SCALARS[expected](value, where)
+    return _CONTAINERS[origin or expected](typing.get_args(expected), value, where)
 
 
 @cache
 def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 def _to_dataclass(cls: Any, value: Any, where: _Where) -> Any:
@@ -163,15 +201,15 @@ def _to_dataclass(cls: Any, value: Any, where: _Where) -> Any:
     names = [field.name for field in fields]
     if not isinstance(value, Mapping):
         raise where.error(f"expected keys and values ({', '.join(names)}), got {_show(value)}")
-    if where.is_record:
-        value = {key: item for key, item in value.items() if key in names}
-    elif unknown := [key for key in value if key not in names]:
-        raise where.child(unknown[0]).error(f"unknown key; {suggest(str(unknown[0]), names)}")
+    for key in () if where.others else value:
+        if key not in names:
+            raise where.child(key).error(f"unknown key; {suggest(_name(key), names)}")
     for field in fields:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in value:
             raise where.child(field.name).error("this key is required and missing")
-    arguments = {key: _convert(_hints(cls)[key], item, where.child(key)) for key, item in value.items()}
+    hints = _hints(cls)
+    arguments = {name: _convert(hints[name], value[name], where.child(name)) for name in names if name in value}
     try:
         return cls(**arguments)
     except MoesaicError as error:
@@ -252,33 +290,55 @@ def _to_bool(value: Any, where: _Where) -> bool:
 
 
 def _to_float(value: Any, where: _Where) -> float:
-    number = _number(value)
+    number = _number(value, where)
     if number is None or not math.isfinite(number):
         raise where.error(f"expected a finite number, got {_show(value)}")
     return float(number)
 
 
+def _to_measured(value: Any, where: _Where) -> float:
+    number = _number(value, where)
+    if number is None:
+        raise where.error(f"expected a number, got {_show(value)}")
+    return float(number)
+
+
 def _to_int(value: Any, where: _Where) -> int:
-    number = _number(value)
-    if number is None or not math.isfinite(number) or number != int(number):
+    number = _number(value, where)
+    if number is None or not math.isfinite(number) or number != int(number) or (where.exact and type(value) is not int):
         raise where.error(f"expected a whole number, got {_show(value)}")
+    if int(number).bit_length() > _MOST_BITS:
+        raise where.error(f"has more than {_MOST_BITS} bits, got {_show(value)}")
     return int(number)
 
 
-def _number(value: Any) -> int | float | None:
-    """Read a number, also one that YAML 1.1 or a shell handed over as text (5e-4, 1_000)."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+def _at_least(low: int) -> Callable[[Any, _Where], int]:
+    def convert(value: Any, where: _Where) -> int:
+        number = _to_int(value, where)
+        if number < low:
+            raise where.error(f"must be at least {low}, got {_show(value)}")
+        return number
+
+    return convert
+
+
+def _number(value: Any, where: _Where) -> int | float | None:
+    """Read a number, also one that YAML 1.1 or a shell handed over as text (5e-4, 1_000); None for all else."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value if value.bit_length() < sys.float_info.max_exp else None
+    if isinstance(value, float):
         return value
-    if isinstance(value, str) and _NUMBER.fullmatch(value):
+    if isinstance(value, str) and not where.exact and len(value) <= _MOST_DIGITS and _NUMBER.fullmatch(value):
         digits = value.replace("_", "")
-        return int(digits) if digits.lstrip("+-").isdecimal() else float(digits)
+        whole = digits.lstrip("+-").isdecimal()
+        return _number(int(digits), where) if whole else float(digits)
     return None
 
 
 def _to_str(value: Any, where: _Where) -> str:
     if isinstance(value, str):
         return value
-    if isinstance(value, int) and not isinstance(value, bool):  # `layers: 12`: the reader keeps such text unchanged
+    if not where.exact and isinstance(value, int) and not isinstance(value, bool):  # `layers: 12` is kept unchanged
         return str(value)
     if isinstance(value, Path):
         return str(value)
@@ -290,10 +350,19 @@ def _to_path(value: Any, where: _Where) -> Path:
     text = _to_str(value, where)
     if not text:
         raise where.error("expected a path, got an empty text")
-    return Path(text).expanduser()
+    if "\0" in text:
+        raise where.error(f"no path has a NUL character, got {_show(value)}")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise where.error(f"there is no such home folder, got {_show(value)}") from error
 
 
 _SCALARS: dict[Any, Callable[[Any, _Where], Any]] = {
+    Any: lambda value, _where: value,
+    Count: _at_least(0),
+    Size: _at_least(1),
+    Measured: _to_measured,
     bool: _to_bool,
     float: _to_float,
     int: _to_int,
@@ -306,7 +375,16 @@ _CONTAINERS: dict[Any, Callable[[tuple[Any, ...], Any, _Where], Any]] = {
     dict: _to_dict,
     Mapping: _to_dict,
 }
-_NAMES = {bool: "true or false", float: "a number", int: "a whole number", str: "text", Path: "a path"}
+_NAMES: dict[Any, str] = {
+    bool: "true or false",
+    float: "a number",
+    int: "a whole number",
+    str: "text",
+    Path: "a path",
+    Count: "a whole number of at least 0",
+    Size: "a whole number of at least 1",
+    Measured: "a number",
+}
 
 
 def _describe(expected: Any) -> str:
@@ -320,6 +398,12 @@ def _describe(expected: Any) -> str:
     if _is_container(expected):
         return "a list" if (typing.get_origin(expected) or expected) in (list, tuple) else "keys and values"
     return _NAMES[expected]
+
+
+def _name(key: Any) -> str:
+    """A key for a message: one line, not long."""
+    text = str(key)
+    return text if text.isprintable() and len(text) <= 80 else _show(text)
 
 
 def _show(value: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from moesaic.common.errors import MoesaicError
+from moesaic.common.plain import refuse_unwritable
 
 _TAG = "tag:yaml.org,2002:"
 _WORDS = {
@@ -67,12 +68,21 @@ _Dumper.add_representer(str, _represent_text)
 def parse_yaml(text: str, name: str) -> Any:
     """Parse one YAML document of plain data; `name` stands for its source in messages."""
     try:
-        return yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
+        refuse_unwritable(value, name)
+        return value
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f", line {mark.line + 1}" if mark else ""
         raise MoesaicError(f"{name}{line}: not valid YAML: {error.problem}") from error
-    except (yaml.YAMLError, RecursionError) as error:
+    except MoesaicError:
+        raise
+    except (
+        yaml.YAMLError,
+        RecursionError,
+        ValueError,
+        LookupError,
+    ) as error:  # such as `!!int abc`
         raise MoesaicError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
 
 

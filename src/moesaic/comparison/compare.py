@@ -286,10 +286,10 @@ def _jump_table(groups: Sequence[Group]) -> Table | None:
 def _jumps(name: str, run: Run) -> list[Row]:
     rows = []
     for expansion in run.expansions:
-        grown = f"{name}, step {expansion['step']:,}, {expansion['experts_before']} to {expansion['experts']} experts"
-        for domain, losses in expansion["losses"].items():
-            before, after = (Interval(value=losses[when]["loss"], low=None, high=None) for when in ("before", "after"))
-            rows.append(Row(name=f"{grown}, {domain}", cells=(before, after, Interval(**losses["jump"]))))
+        grown = f"{name}, step {expansion.step:,}, {expansion.experts_before} to {expansion.experts} experts"
+        for domain, losses in expansion.losses.items():
+            before, after = (Interval(value=one.loss, low=None, high=None) for one in (losses.before, losses.after))
+            rows.append(Row(name=f"{grown}, {domain}", cells=(before, after, losses.jump)))
     return rows
 
 

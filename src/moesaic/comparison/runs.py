@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from moesaic.checkpoint.pio import explained
+from moesaic.checkpoint.metrics import METRICS_FILE, Expansion, HeldOut, Validation, read_metrics
 from moesaic.checkpoint.record import PROVENANCE_FILE, read_provenance
 from moesaic.checkpoint.results import read_results
 from moesaic.common.errors import MoesaicError
@@ -21,7 +21,6 @@ from moesaic.common.numbers import is_measured
 from moesaic.common.progress import warn
 from moesaic.comparison.pairs import Rows, paired, rows_of_task, rows_of_text
 
-METRICS_FILE = "metrics.jsonl"
 RESULTS_FILE = "results.json"
 
 _MEAN = "loss:"
@@ -75,7 +74,7 @@ class Run:
     """Routed experts per layer that are used, where that is one number."""
     experts: int | None = None
     """Routed experts per layer of the full model."""
-    expansions: Sequence[Mapping[str, Any]] = ()
+    expansions: Sequence[Expansion] = ()
     tokens: int | None = None
     """Training tokens."""
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -207,31 +206,28 @@ def _from_results(path: Path, name: str) -> Run:
     document = read_results(path)
     columns: dict[str, Column] = {}
     scores: dict[str, Score] = {}
-    try:
-        for task, entry in document["tasks"].items():
-            condition = _condition(document["settings"], entry)
-            if not is_measured(entry["score"]):
-                warn(f"{path}: has no score of {task} ({entry.get('not_finite') or 'it is null'})")
-            for column, score in _scores(task, entry, condition):
-                columns[column.key], scores[column.key] = column, score
-        checkpoint = document["checkpoint"]
-        kept, experts = _kept(document)
-        return Run(
-            name=name,
-            path=path,
-            columns=columns,
-            scores=scores,
-            averages=document["averages"],
-            hashes=frozenset({checkpoint["weights_hash"], checkpoint["sample_hash"]}),
-            made_from=tuple(checkpoint["made_from"]),
-            verb=checkpoint["verb"],
-            kept=kept,
-            experts=experts,
-            missing=document["missing"] | _without_score(document["tasks"]),
-            model=_model(document),
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise MoesaicError(f"{path}: damaged results file ({error!r}); evaluate again") from error
+    for task, entry in document["tasks"].items():
+        condition = _condition(document["settings"], entry)
+        if not is_measured(entry["score"]):
+            warn(f"{path}: has no score of {task} ({entry.get('not_finite') or 'it is null'})")
+        for column, score in _scores(task, entry, condition):
+            columns[column.key], scores[column.key] = column, score
+    checkpoint = document["checkpoint"]
+    kept, experts = _kept(document)
+    return Run(
+        name=name,
+        path=path,
+        columns=columns,
+        scores=scores,
+        averages=document["averages"],
+        hashes=frozenset({checkpoint["weights_hash"], checkpoint["sample_hash"]}),
+        made_from=tuple(checkpoint["made_from"]),
+        verb=checkpoint["verb"],
+        kept=kept,
+        experts=experts,
+        missing=document["missing"] | _without_score(document["tasks"]),
+        model=_model(document),
+    )
 
 
 def _model(document: Mapping[str, Any]) -> str:
@@ -303,19 +299,11 @@ def _kept(document: Mapping[str, Any]) -> tuple[int | None, int | None]:
 def _from_metrics(folder: Path, name: str) -> Run:
     columns: dict[str, Column] = {}
     scores: dict[str, Score] = {}
-    expansions, tokens, unknown = [], 0, list[str]()
-    for number, line in _lines(folder / METRICS_FILE):
-        try:
-            tokens = max(tokens, line["tokens"])
-            if line["kind"] == "expansion":
-                expansions.append(line)
-            if line["kind"] == "validation":
-                columns, scores = _losses(line["validation"])
-                unknown = [domain for domain, one in line["validation"].items() if not is_measured(one["loss"])]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise MoesaicError(
-                f"{folder / METRICS_FILE}:{number}: not a line of `moesaic train` ({error!r})"
-            ) from error
+    lines, unknown = list(read_metrics(folder / METRICS_FILE)), list[str]()
+    for line in lines:
+        if isinstance(line, Validation):
+            columns, scores = _losses(line.validation)
+            unknown = [domain for domain, one in line.validation.items() if not is_measured(one.loss)]
     if unknown:
         warn(f"{folder}: the last held-out loss of {', '.join(unknown)} is not finite, so there is no mean of them")
     record = (read_provenance(folder) or {}) if (folder / PROVENANCE_FILE).exists() else {}
@@ -327,20 +315,20 @@ def _from_metrics(folder: Path, name: str) -> Run:
         hashes=frozenset(filter(None, [record.get("weights_hash")])),
         made_from=tuple(one["weights_hash"] for one in record.get("sources") or [] if one.get("weights_hash")),
         verb=record.get("verb"),
-        expansions=expansions,
-        tokens=tokens,
+        expansions=tuple(line for line in lines if isinstance(line, Expansion)),
+        tokens=max((line.tokens for line in lines), default=0),
     )
 
 
-def _losses(validation: Mapping[str, Any]) -> tuple[dict[str, Column], dict[str, Score]]:
+def _losses(validation: Mapping[str, HeldOut]) -> tuple[dict[str, Column], dict[str, Score]]:
     """Held-out loss by domain, and its mean over the domains."""
-    measured = {domain: found for domain, found in validation.items() if is_measured(found["loss"])}
+    measured = {domain: found for domain, found in validation.items() if is_measured(found.loss)}
     scores = {
         f"loss:{domain}": Score(
-            value=found["loss"],
-            error=found["standard_error"],
-            samples=found["documents"],
-            condition=f"{found['documents']} documents, {found['tokens']} tokens of {domain}",
+            value=found.loss,
+            error=found.standard_error,
+            samples=found.documents,
+            condition=f"{found.documents} documents, {found.tokens} tokens of {domain}",
         )
         for domain, found in measured.items()
     }
@@ -359,18 +347,6 @@ def _losses(validation: Mapping[str, Any]) -> tuple[dict[str, Column], dict[str,
         key: Column(key=key, title=title, percent=False, higher_is_better=False) for key, title in titles.items()
     }
     return columns, scores
-
-
-def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The lines with their numbers, but for a last one that a killed run left unfinished."""
-    with explained(file):
-        content = file.read_bytes()
-    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise MoesaicError(f"{file}:{number}: not JSON ({error}); it isn't what `moesaic train` wrote") from error
-        yield number, value
 
 
 def _joined(results: Run, trained: Run) -> Run:

@@ -36,6 +36,13 @@ class TokenCache:
     """First token of each document, and the end: one more than there are documents."""
     masked_from: NDArray[np.int64]
     masked_to: NDArray[np.int64]
+    largest_written: int | None = None
+    """The largest id, as it was written; None in caches of earlier versions."""
+
+    @property
+    def largest(self) -> int:
+        """The largest token id."""
+        return int(self.tokens.max(initial=0)) if self.largest_written is None else self.largest_written
 
     @property
     def num_documents(self) -> int:
@@ -95,7 +102,14 @@ def open_cache(folder: Path) -> TokenCache:
     tokens, offsets, masked_from, masked_to = (
         _map(folder / name, kind) for name, kind in zip(FILES, types, strict=True)
     )
-    return TokenCache(folder=folder, tokens=tokens, offsets=offsets, masked_from=masked_from, masked_to=masked_to)
+    return TokenCache(
+        folder=folder,
+        tokens=tokens,
+        offsets=offsets,
+        masked_from=masked_from,
+        masked_to=masked_to,
+        largest_written=meta.get("largest"),
+    )
 
 
 def _map(file: Path, dtype: str) -> NDArray[Any]:
@@ -112,9 +126,10 @@ def write_cache(folder: Path, documents: Iterable[Document], *, vocab_size: int,
     _remove_leftovers(folder)
     with _aside(folder) as temporary:
         dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-        num_documents, num_tokens = _write_documents(temporary, documents, dtype)
+        num_documents, num_tokens, largest = _write_documents(temporary, documents, dtype)
         sizes = {name: (temporary / name).stat().st_size for name in FILES}
         counts = {"format": CACHE_FORMAT, "dtype": dtype, "documents": num_documents, "tokens": num_tokens}
+        counts["largest"] = largest
         with (temporary / "meta.json").open("wb") as file:
             file.write(json.dumps(counts | {"sizes": sizes} | meta, indent=2).encode())
             _sync(file)
@@ -126,8 +141,9 @@ def write_cache(folder: Path, documents: Iterable[Document], *, vocab_size: int,
     return open_cache(folder)
 
 
-def _write_documents(folder: Path, documents: Iterable[Document], dtype: str) -> tuple[int, int]:
-    num_documents, end = 0, 0
+def _write_documents(folder: Path, documents: Iterable[Document], dtype: str) -> tuple[int, int, int]:
+    """Write them; return the number of documents, of tokens, and the largest id."""
+    num_documents, end, largest = 0, 0, 0
     with ExitStack() as stack:
         tokens, offsets, masked_from, masked_to = (stack.enter_context((folder / name).open("wb")) for name in FILES)
         for document in documents:
@@ -138,10 +154,11 @@ def _write_documents(folder: Path, documents: Iterable[Document], dtype: str) ->
                 masked_to.write((end + stop).to_bytes(8, "little"))
             num_documents += 1
             end += len(document.ids)
+            largest = max(largest, int(document.ids.max(initial=0)))
         offsets.write(end.to_bytes(8, "little"))
         for file in (tokens, offsets, masked_from, masked_to):
             _sync(file)
-    return num_documents, end
+    return num_documents, end, largest
 
 
 def _sync(file: BinaryIO) -> None:

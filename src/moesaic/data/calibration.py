@@ -19,6 +19,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.data.files import find_files, read_records
 from moesaic.data.mmlu import category_of
 from moesaic.data.recipe import SourceRecipe
+from moesaic.data.vocabulary import refuse_unknown_ids
 
 _FIELD = re.compile(r"\{(\w+)(?:\[(\d+)\])?\}")
 
@@ -301,6 +302,5 @@ def encode_texts(
             sequences.append(ids)
     if not sequences:
         raise MoesaicError(f"{name}: all tokens of the calibration set are padding; there is nothing to score with")
-    if (most := max(map(max, sequences))) >= vocab_size:
-        raise MoesaicError(f"{name}: its tokenizer gives token {most}, but the model has only {vocab_size}")
+    refuse_unknown_ids(max(map(max, sequences)), vocab_size, name)
     return sequences

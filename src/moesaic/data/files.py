@@ -37,6 +37,10 @@ COMPRESSED = (".gz", ".zst")
 PREFIX = "hf://"
 HASH_CHUNK = 1 << 22
 READ_CHUNK = 1 << 16
+MOST_BYTES = 1 << 26
+"""Of one document: ten times the longest book. What is longer lacks its line ends, or is no text."""
+PACKED_BYTES = 1 << 8
+"""Of a compressed file, unpacked at once: zstd makes at most 128 KiB of four bytes."""
 PARQUET_ROWS = 256
 """At once, because a row may hold a whole book."""
 
@@ -168,7 +172,7 @@ def read_records(file: DataFile, fields: Fields, tick: Tick) -> Iterator[Record]
 
 
 def _read_jsonl(file: DataFile, _fields: Fields, tick: Tick) -> Iterator[Record]:
-    for number, line in enumerate(_lines(_chunks(file.path, tick)), start=1):
+    for number, line in enumerate(_lines(_chunks(file.path, tick), file.path), start=1):
         if number == 1:
             line = line.removeprefix(_BYTE_ORDER_MARK)
         if line.isspace() or not line:
@@ -185,7 +189,11 @@ def _read_jsonl(file: DataFile, _fields: Fields, tick: Tick) -> Iterator[Record]
 
 
 def _read_text(file: DataFile, fields: Fields, tick: Tick) -> Iterator[Record]:
-    content = b"".join(_chunks(file.path, tick)).removeprefix(_BYTE_ORDER_MARK)
+    parts, size = [], 0
+    for chunk in _chunks(file.path, tick):
+        parts.append(chunk)
+        size = _add(size, chunk, str(file.path))
+    content = b"".join(parts).removeprefix(_BYTE_ORDER_MARK)
     yield Record(str(file.path), {(fields or ("text",))[0]: _text(content, str(file.path))})
 
 
@@ -248,42 +256,60 @@ def import_optional(module: str, purpose: str) -> Any:
         raise MoesaicError(f"{purpose} {module}; pip install 'moesaic[train]'") from error
 
 
-def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+def _lines(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
     parts: list[bytes] = []
+    number, size = 1, 0
     for chunk in chunks:
         first, *others = chunk.split(b"\n")
         parts.append(first)
+        size = _add(size, first, f"{path}:{number}")
         if others:
             yield b"".join(parts)
             yield from others[:-1]
-            parts = [others[-1]]
+            parts, size, number = [others[-1]], len(others[-1]), number + len(others)
     if any(parts):
         yield b"".join(parts)
 
 
+def _add(size: int, chunk: bytes, where: str) -> int:
+    """The bytes of a document with a further piece of it."""
+    if size + len(chunk) > MOST_BYTES:
+        most = MOST_BYTES >> 20
+        raise MoesaicError(f"{where}: the document has more than {most} MiB; cut it, one document per line")
+    return size + len(chunk)
+
+
 def _chunks(path: Path, tick: Tick) -> Iterator[bytes]:
-    """The decompressed bytes of a file. A compressed file may consist of several streams one after the other.
+    """The decompressed bytes of a file, at most `HASH_CHUNK` at once, whatever they were made of."""
+    with path.open("rb", buffering=0) as file:
+        packed = iter(lambda: file.read(READ_CHUNK), b"")
+        new_decoder = _DECODERS.get(path.suffix)
+        for chunk in packed if new_decoder is None else _unpacked(path, packed, new_decoder, tick):
+            if new_decoder is None:
+                tick(len(chunk))
+            yield from (chunk[start : start + HASH_CHUNK] for start in range(0, len(chunk), HASH_CHUNK))
+
+
+def _unpacked(path: Path, packed: Iterator[bytes], new_decoder: Callable[[Path], Any], tick: Tick) -> Iterator[bytes]:
+    """A compressed file may consist of several streams one after the other.
 
     The decoders are driven here because gzip.open and zstandard's reader do not both tell a file that is cut off.
     """
-    new_decoder = _DECODERS.get(path.suffix)
-    with path.open("rb", buffering=0) as file:
-        decoder = None
-        while chunk := file.read(READ_CHUNK):
-            tick(len(chunk))
-            if new_decoder is None:
-                yield chunk
-                continue
-            try:
-                while chunk:
+    decoder = None
+    for chunk in packed:
+        tick(len(chunk))
+        try:
+            for start in range(0, len(chunk), PACKED_BYTES):
+                left = chunk[start : start + PACKED_BYTES]
+                while left:
                     decoder = decoder or new_decoder(path)
-                    yield decoder.decompress(chunk)
-                    chunk = decoder.unused_data if decoder.eof else b""
+                    yield decoder.decompress(left)
+                    left = decoder.unused_data if decoder.eof else b""
                     decoder = None if decoder.eof else decoder
-            except (zlib.error, getattr(sys.modules.get("zstandard"), "ZstdError", zlib.error)) as error:
-                raise MoesaicError(f"{path}: damaged {path.suffix} file ({error}); fetch it again") from error
-        if decoder is not None:
-            raise MoesaicError(f"{path}: the {path.suffix} file is cut off; fetch it again")
+        except (zlib.error, getattr(sys.modules.get("zstandard"), "ZstdError", zlib.error)) as error:
+            raise MoesaicError(f"{path}: damaged {path.suffix} file ({error}); fetch it again") from error
+    if decoder is not None:
+        raise MoesaicError(f"{path}: the {path.suffix} file is cut off; fetch it again")
 
 
 def _zstd_decoder(path: Path) -> Any:

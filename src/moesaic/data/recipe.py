@@ -1,13 +1,17 @@
 """What to train and validate on: the `data` part of a training recipe. Free of torch."""
 
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moesaic.common.errors import MoesaicError
 
 FileFormat = Literal["auto", "jsonl", "parquet", "text"]
 SampleKind = Literal["text", "chat", "prompt", "tokens"]
+
+BY_NAME = "auto"
+"""A domain that is left out; no source has it once the recipe is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +24,9 @@ class SourceRecipe:
 
     path: str
     """A file, a folder, or a hub data set `hf://org/name[@revision][:config][:split]` (split: train by default)."""
-    domain: str
-    """The name under which losses are reported. Several sources may share one."""
+    domain: str = BY_NAME
+    """The name under which losses are reported. Several sources may share one. `auto`: the name of the file, folder or
+    data set up to its first dot."""
     weight: float = 1.0
     """Share of the sequences, relative to the other sources. Not used in validation, nor with `epochs`."""
     format: FileFormat = "auto"
@@ -41,7 +46,7 @@ class SourceRecipe:
         if not self.path:
             raise MoesaicError("path is empty; give a file, a folder or hf://org/name")
         if not self.domain:
-            raise MoesaicError("domain is empty; give the data a name, such as math")
+            raise MoesaicError("domain is empty; leave it out, or give the data a name, such as math")
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise MoesaicError(f"weight must be a positive number, got {self.weight}; leave a source out instead")
         if (self.prompt is None) != (self.completion is None):
@@ -92,6 +97,8 @@ class DataRecipe:
             raise MoesaicError(f"epochs must be at least 1, got {self.epochs}; leave it out to repeat without end")
         if self.epochs is not None and len({source.weight for source in self.sources}) > 1:
             raise MoesaicError("epochs reads every source equally often, so weight must be left out of the sources")
+        object.__setattr__(self, "sources", _with_domains(self.sources, "sources"))
+        object.__setattr__(self, "validation", _with_domains(self.validation, "validation"))
         for index, source in enumerate(self.validation):
             if source.weight != 1.0:
                 raise MoesaicError(f"validation.{index}.weight has no meaning; leave it out")
@@ -100,3 +107,21 @@ class DataRecipe:
     def domains(self) -> tuple[str, ...]:
         """All domain names, sources first, in the order of their first mention; the index is the domain id."""
         return tuple(dict.fromkeys(source.domain for source in (*self.sources, *self.validation)))
+
+
+def _with_domains(sources: tuple[SourceRecipe, ...], key: str) -> tuple[SourceRecipe, ...]:
+    """The sources with a domain each; two that would share one without anybody's word are refused."""
+    named: list[SourceRecipe] = []
+    for index, source in enumerate(sources):
+        domain = stem_of(source.path) if source.domain == BY_NAME else source.domain
+        if not domain:
+            raise MoesaicError(f"{key}.{index}.domain is missing; give the data a name, such as math")
+        if source.domain == BY_NAME and domain in {one.domain for one in named}:
+            raise MoesaicError(f"{key}.{index}.domain is left out, and {domain} is another one's; give it a name")
+        named.append(replace(source, domain=domain))
+    return tuple(named)
+
+
+def stem_of(path: str) -> str:
+    """What a file, a folder or a hub data set is called, up to the first dot: `math` of `in/math.valid.jsonl`."""
+    return re.split(r"[.@:]", path.rstrip("/").rpartition("/")[2])[0]

@@ -19,6 +19,7 @@ import xxhash
 
 from moesaic.common.errors import MoesaicError
 from moesaic.data.calibration import record_digest
+from moesaic.data.vocabulary import watch_ids
 from moesaic.evaluation.benchmarks import Benchmark
 from moesaic.evaluation.local import WHOLE, DataMissingError, HeldOut, LocalData
 
@@ -47,6 +48,7 @@ def require_lm_eval() -> None:
 def wrap(model: Any, tokenizer: Any, *, batch_size: int) -> Any:
     """lm-eval's view of a loaded model."""
     require_lm_eval()
+    watch_ids(model, tokenizer.name_or_path)
     with _silent(quiet=True):
         from lm_eval.models import huggingface
 

@@ -22,6 +22,7 @@ from moesaic.common.progress import progress
 from moesaic.data.calibration import record_digest
 from moesaic.data.files import DataFile, find_files, read_records
 from moesaic.data.recipe import SourceRecipe
+from moesaic.data.vocabulary import refuse_unknown_ids
 from moesaic.evaluation.local import DataMissingError
 from moesaic.families.counting import trained_context
 from moesaic.modeling.cross_entropy import IGNORED, ratio_with_error, token_losses
@@ -181,10 +182,7 @@ def document_losses(
     vocabulary = model.config.get_text_config().vocab_size
     for number, text in enumerate(texts):
         ids = [*tokenizer(text, add_special_tokens=False)["input_ids"]]
-        if ids and max(ids) >= vocabulary:
-            raise MoesaicError(
-                f"its tokenizer gives token {max(ids)}, but the model has only {vocabulary}; they differ"
-            )
+        refuse_unknown_ids(max(ids, default=0), vocabulary, tokenizer.name_or_path)
         tokens_N[number] = len(ids)
         windows += [(number, *pair) for pair in cut(ids, start, window)]
     windows.sort(key=lambda one: -len(one[1]))

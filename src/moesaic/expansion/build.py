@@ -204,10 +204,16 @@ def _router_tensor(plan: ExpandPlan, layer: MoELayerTensors, tensor: ExpertTenso
     old, axis = stored(plan.checkpoint.tensors[tensor.name]), tensor.axis
     assert axis is not None
     noisy = plan.recipe.delta > 0 and tensor.role == _noisy_role(plan, layer)
-    if not noisy and (tensor.role != "router" or plan.recipe.router_op in ("copy", "bias_only")):
+    smaller = _divides_bias(plan, tensor)
+    if not (noisy or smaller) and (tensor.role != "router" or plan.recipe.router_op in ("copy", "bias_only")):
         return old.take(sources, axis)
     shape = (*old.shape[:axis], len(sources), *old.shape[axis + 1 :])
     return computed(shape, old.dtype, partial(_computed_router, plan, layer.layer, tensor, sources, noisy), [old])
+
+
+def _divides_bias(plan: ExpandPlan, tensor: ExpertTensor) -> bool:
+    """Probabilities are that much smaller where every expert is there m times, and so is what is added to them."""
+    return tensor.role == "selection_bias" and plan.own_bias and plan.multiplied
 
 
 def _computed_router(plan: ExpandPlan, layer: int, tensor: ExpertTensor, sources: Sequence[int], noisy: bool) -> Tensor:
@@ -220,6 +226,8 @@ def _computed_router(plan: ExpandPlan, layer: int, tensor: ExpertTensor, sources
         grown = grown_rows(slots, sources, ROUTER_OPERATORS[plan.recipe.router_op], stream)
     else:
         grown = slots[list(sources)]
+    if _divides_bias(plan, tensor):
+        grown = grown / plan.multiple
     if noisy:
         draw = zero_sum_noise if plan.exclusive else duplicate_noise
         stream = seeds.generator(seed, "expand", layer, tensor.role, "noise")

@@ -20,6 +20,7 @@ def calibration_batches(plan: ExpandPlan, *, quiet: bool = False) -> list["Packe
     from moesaic.data.dataset import PackedDataset
     from moesaic.data.recipe import DataRecipe, SourceRecipe
     from moesaic.data.tokenise import prepare
+    from moesaic.data.vocabulary import within_vocabulary
     from moesaic.loading import load_tokenizer
 
     recipe = plan.recipe
@@ -32,6 +33,7 @@ def calibration_batches(plan: ExpandPlan, *, quiet: bool = False) -> list["Packe
         # Read once, large sources would leave no place for small ones in a few batches; so several repeat, in turns.
         data = DataRecipe(sequence_length=recipe.sequence_length, sources=sources, epochs=1 if alone else None)
         prepared = prepare(data, load_tokenizer(plan.checkpoint.path), quiet=quiet)
+        prepared = within_vocabulary(prepared, int(plan.checkpoint.config["vocab_size"]))
     dataset = PackedDataset(prepared, seed=recipe.seed, sequences_per_step=recipe.batch_size)
     there = recipe.utility_batches if dataset.num_steps is None else dataset.num_steps
     batches = [dataset.batch(step) for step in range(min(there, recipe.utility_batches))]

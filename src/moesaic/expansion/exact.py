@@ -103,7 +103,7 @@ def statement(plan: ExpandPlan) -> Statement:
         )
     if plan.multiplied and not plan.grouped:
         return Statement(code="E1", text=_multiplied(plan))
-    if any(any(row) for row in plan.recorded_bias or ()):
+    if plan.own_bias or any(any(row) for row in plan.recorded_bias or ()):
         return _nothing(_biased(plan))
     if plan.grouped:
         return _grouped(plan)
@@ -146,7 +146,7 @@ def _grouped(plan: ExpandPlan) -> Statement:
 
 def _biased(plan: ExpandPlan) -> str:
     return (
-        "nothing is preserved exactly: training recorded a selection bias, which is added to probabilities, and those "
+        "nothing is preserved exactly: training left a selection bias, which is added to probabilities, and those "
         f"that copies of an expert share become smaller; exact are --routing one_per_copy_group, or uniform copies "
         f"with --top-k times {_times(plan)}"
     )

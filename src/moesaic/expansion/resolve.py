@@ -69,7 +69,15 @@ class ExpandPlan:
     def bias_takes_noise(self) -> bool:
         """The noise of `delta` goes on selection biases, and not on router rows: not within groups of copies, where the
         copies with the smaller biases would never win."""
-        return not self.exclusive and (self.model.family.selection_bias or self.recorded_bias is not None)
+        biased = self.model.family.selection_bias or self.own_bias or self.recorded_bias is not None
+        return not self.exclusive and biased
+
+    @property
+    def own_bias(self) -> bool:
+        """The checkpoint is ours and its routers have a selection bias, which is added to probabilities."""
+        return our_base(self.checkpoint.config.get("model_type")) is not None and bool(
+            self.checkpoint.config.get("selection_bias")
+        )
 
     @property
     def multiple(self) -> int | None:

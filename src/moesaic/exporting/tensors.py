@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic.checkpoint.config_file import rope_parameters
 from moesaic.checkpoint.lazy import Lazy, computed, concat, promoted, stack, stored
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.checkpoint.streaming import torch_dtype
@@ -214,17 +215,9 @@ _COMMON_KEYS = (
 
 
 def native_config(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of a native family, from that of our architecture.
-
-    `rope_theta` and `rope_scaling` repeat `rope_parameters` for engines on transformers 4, which would take the
-    family's default without a word.
-    """
+    """config.json of a native family, from that of our architecture."""
     target = TARGETS[family]
     made = {key: config.get(key) for key in (*_COMMON_KEYS, *target.keys)}
     made |= {key: value(config) for key, value in target.values.items()}
-    rope = made["rope_parameters"] = dict(config.get("rope_parameters") or {})
-    if "rope_theta" in rope:
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        made["rope_theta"] = rope["rope_theta"]
-        made["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else scaling
+    made["rope_parameters"] = rope_parameters(config)
     return made | {"model_type": family, "architectures": [target.causal_class]}

@@ -136,7 +136,10 @@ def _check_shape(name: str, tensor: str, found: Lazy, shape: tuple[int, ...]) ->
 def _full_config(config: Mapping[str, Any]) -> dict[str, Any]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).to_dict()
+    from moesaic.loading import explained_errors
+
+    with explained_errors("config.json: transformers cannot use a value in it"):
+        return CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).to_dict()
 
 
 def seen(checkpoint: Checkpoint, model: MoEModel, base: str, config: Mapping[str, Any]) -> View:

@@ -119,6 +119,20 @@ _KINDS: Mapping[str, _Kind] = {
 }
 """Of the dense families and our own architecture."""
 
+MOST: Mapping[str, int] = {
+    "num_hidden_layers": 10_000,
+    "vocab_size": 1 << 28,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "moe_intermediate_size": 1 << 24,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 16,
+    "max_position_embeddings": 1 << 40,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 1 << 16),
+}
+"""A hundred times what the largest models have: no machine holds more, and even to count it would take for ever."""
+
 _PER_LAYER = frozenset({"layer_types", "no_rope_layers"})
 
 
@@ -145,10 +159,49 @@ def check_values(
     for key, kind in {**kinds, **dict.fromkeys(sizes, _SIZE), **dict.fromkeys(flags, _FLAG)}.items():
         if key in config and not kind.accepts(config[key]):
             raise MoesaicError(f"{name}: {key} is {show(config[key])}, but must be {kind.text}")
+    refuse_giant(config, name)
+    _check_heads(config, name)
     depth = config.get("num_hidden_layers")
     for key in _PER_LAYER & kinds.keys():
         if config.get(key) is not None and depth is not None and len(config[key]) != depth:
             raise MoesaicError(f"{name}: {key} has {len(config[key])} entries, but num_hidden_layers is {depth}")
+
+
+def refuse_giant(config: Mapping[str, Any], name: str) -> None:
+    """Refuse, by arithmetic, sizes that no machine holds: what is built or counted layer by layer would not end."""
+    for key, most in MOST.items():
+        if _is_number(value := config.get(key)) and value > most:
+            raise MoesaicError(f"{name}: {key} is {show(value)}; no machine holds more than {most:,}")
+
+
+def check_fits(config: Mapping[str, Any], tensors: Mapping[str, Any], name: str) -> None:
+    """Refuse layers or a vocabulary that a checkpoint's tensors cannot hold, before a model is built for them.
+
+    `tensors` are `TensorInfo` by name.
+    """
+    depth, vocabulary, hidden = (config.get(key) for key in ("num_hidden_layers", "vocab_size", "hidden_size"))
+    if _is_int(depth):
+        check_depth(config, tensors, name)
+    held = sum(math.prod(info.shape) for info in tensors.values())
+    if _is_int(vocabulary) and _is_int(hidden) and vocabulary * hidden > held:
+        raise MoesaicError(
+            f"{name}: vocab_size {vocabulary} times hidden_size {hidden} is more than all {held:,} numbers of the "
+            "checkpoint: the two do not belong together"
+        )
+
+
+def _check_heads(config: Mapping[str, Any], name: str) -> None:
+    """Heads divide what is dealt to them, where no key says their size and they are not latent (DeepSeek)."""
+    keys = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    hidden, heads, groups = (value if _SIZE.accepts(value := config.get(key)) else None for key in keys)
+    if heads is None or "kv_lora_rank" in config:
+        return
+    if hidden and not config.get("head_dim") and hidden % heads:
+        raise MoesaicError(f"{name}: hidden_size is {hidden}, which num_attention_heads {heads} does not divide")
+    if groups and heads % groups:
+        raise MoesaicError(
+            f"{name}: num_attention_heads is {heads}, which num_key_value_heads {groups} does not divide"
+        )
 
 
 def require(config: Mapping[str, Any], keys: Iterable[str], name: str) -> None:

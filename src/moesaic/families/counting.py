@@ -102,7 +102,7 @@ def config_shapes(config: Mapping[str, Any], name: str = "config.json") -> dict[
     shapes = other_shapes(family, text)
     ffn, moe = ffn_shapes(family, text), {}
     if moe_layers:
-        moe = moe_shapes(config, hidden=int(text["hidden_size"]), ffn_bias=has_ffn_bias(family, text))
+        moe = moe_shapes({**text, **config}, hidden=int(text["hidden_size"]), ffn_bias=has_ffn_bias(family, text))
     for index in range(int(text["num_hidden_layers"])):
         block = moe if index in moe_layers else ffn
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in block.items()}

@@ -14,6 +14,7 @@ from moesaic.checkpoint.pio import explained, read_into
 from moesaic.checkpoint.record import PROVENANCE_FILE, read_provenance
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import Count, Size, load_document
 from moesaic.families.moe import MoEModel
 
 _SAMPLE_BYTES = 4096
@@ -26,14 +27,18 @@ class SourceModel:
     name: str
     revision: str | None
     model_type: str
-    num_experts: int
-    top_k: int
-    num_groups: int
+    num_experts: Size
+    top_k: Size
+    num_groups: Size
     """Groups of group-limited selection (DeepSeek, GLM), 1 elsewhere; each keeps equally many experts."""
-    layers: tuple[int, ...]
+    layers: tuple[Count, ...]
     """The MoE layers, by their index in the model."""
     sample_hash: str
     """See `sample_hash`."""
+
+    def __post_init__(self) -> None:
+        if self.num_experts % self.num_groups:
+            raise MoesaicError(f"num_groups {self.num_groups} does not divide its num_experts, {self.num_experts}")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -94,23 +99,6 @@ def shared_count(config: Mapping[str, Any], model: MoEModel) -> int:
     return counts[0] if counts else int(any(layer.shared for layer in model.layers))
 
 
-def source_from_json(value: Any, where: str) -> SourceModel:
-    """Read what `to_json` wrote; `where` is the file, for messages."""
-    names = SourceModel.__dataclass_fields__
-    if not isinstance(value, dict) or value.keys() != names.keys():
-        raise MoesaicError(f'{where}: "source" must be an object with the keys {", ".join(names)}')
-    whole = ("num_experts", "top_k", "num_groups")
-    for key in whole:
-        if not isinstance(value[key], int) or value[key] < 1:
-            raise MoesaicError(f"{where}: source.{key} must be a positive whole number, got {value[key]!r}")
-    if not isinstance(value["layers"], list) or not all(isinstance(layer, int) for layer in value["layers"]):
-        raise MoesaicError(f"{where}: source.layers must be a list of layer indices, got {value['layers']!r}")
-    if value["num_experts"] % value["num_groups"]:
-        raise MoesaicError(f"{where}: source.num_groups {value['num_groups']} does not divide its num_experts")
-    fields: dict[str, Any] = value | {"layers": tuple(value["layers"])}
-    return SourceModel(**fields)
-
-
 def refuse_other_model(made_for: SourceModel, given: SourceModel, where: str) -> None:
     """Refuse a model other than the one that `where` was made for: by shape, then by the hash of the weights."""
     for key in ("model_type", "num_experts", "layers", "num_groups"):
@@ -140,10 +128,22 @@ def find_lineage(checkpoint: Checkpoint) -> Lineage:
     """The record of `extract` in moesaic.json, which training hands on; empty for a model that is no subset."""
     record = read_provenance(checkpoint.path) or {}
     where = str(checkpoint.path / PROVENANCE_FILE)
-    try:
-        return tuple(
-            (source_from_json(one["model"], where), tuple(tuple(map(int, row)) for row in one["ids"]))
-            for one in record.get("lineage", ())
-        )
-    except (TypeError, KeyError, ValueError) as error:
-        raise MoesaicError(f"{where}: its lineage cannot be read ({error}); extract the subset again") from error
+    ancestors = load_document(_Lineage, record, where, others=True, way_out="extract the subset again").lineage
+    for number, one in enumerate(ancestors):
+        least = {len(one.ids)} == {len(one.model.layers)} and min((len(row) for row in one.ids), default=0)
+        if not least or any(expert >= one.model.num_experts for row in one.ids for expert in row):
+            raise MoesaicError(f"{where}: lineage.{number}.ids does not fit its model; extract the subset again")
+    return tuple((one.model, one.ids) for one in ancestors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ancestor:
+    model: SourceModel
+    ids: tuple[tuple[Count, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lineage:
+    """What moesaic.json says of a subset."""
+
+    lineage: tuple[_Ancestor, ...] = ()

@@ -74,7 +74,7 @@ def _has_bias(config: Config) -> bool:
 _QKV_O = _only(NONE, "on queries, keys, values and output")
 _BEFORE, _AFTER = _only("before attention and experts"), _only("after attention and experts")
 _USUAL_HEADS = {"head_size": _only("hidden size / heads")}
-_EVERY = _none("expert_bias") | {
+_EVERY = _none("expert_bias", "selection_bias") | {
     "architecture": _only(PLAIN_LAYERS),
     "routing": _only(PLAIN_TOP_K),
     "weighting": _only(SELECTED, ALL),

@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from moesaic.common.recipe import Count, Measured
+
 IGNORED = -100
 _CHUNK_ELEMENTS = 1 << 22  # 16 MiB of fp32 at a time
 
@@ -65,13 +67,13 @@ def _chunks(logits_TV: Tensor) -> list[slice]:
 class DomainLoss:
     """Loss of one held-out set, in nats per predicted token."""
 
-    loss: float
+    loss: Measured
     """Total loss over total tokens."""
-    standard_error: float | None
+    standard_error: Measured | None
     """Of `loss`, with documents as the units that were drawn; `None` for a single document."""
-    documents: int
+    documents: Count
     """Documents with at least one predicted token."""
-    tokens: int
+    tokens: Count
     """Predicted tokens."""
 
 

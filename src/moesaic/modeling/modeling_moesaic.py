@@ -13,7 +13,9 @@ G groups of experts, M members of the largest group, A = T * K assignments of a 
 sorted by expert, with padding), H = 2 * I.
 """
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.generation.utils import GenerationMixin
 from transformers.integrations.moe import grouped_mm_experts_forward, use_experts_implementation
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import (
     CONFIG_MAPPING,
     CONFIG_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
@@ -38,19 +41,25 @@ ROUTING_WEIGHTINGS = ("selected", "all", "sigmoid")
 # Routing rules: pure functions of the router's logits.
 
 
-def route_topk(logits_TE: Tensor, top_k: int, weighting: str) -> tuple[Tensor, Tensor]:
+def route_topk(logits_TE: Tensor, top_k: int, weighting: str, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Send each token to the ``top_k`` experts with the largest logits; of equal logits the lower expert id wins.
 
     ``weighting`` "selected" is the softmax over the selected logits (Mixtral), "all" the softmax over all logits
-    without renormalisation (OLMoE), "sigmoid" the sigmoids of the selected over their sum (DeepSeek-V3). Returns
-    weights (tokens, top_k) in the logits' dtype and expert ids.
+    without renormalisation (OLMoE), "sigmoid" the sigmoids of the selected over their sum (DeepSeek-V3). ``bias_E``
+    (loss-free balancing) is added to the probabilities that experts are selected by, and never moves their weights.
+    Returns weights (tokens, top_k) in the logits' dtype and expert ids.
     """
-    ids_TK = _largest(logits_TE, top_k)
-    return _weights(logits_TE, logits_TE.gather(-1, ids_TK), weighting), ids_TK
+    ids_TK = _largest(logits_TE if bias_E is None else biased_scores(logits_TE, bias_E, weighting), top_k)
+    return expert_weights(logits_TE, logits_TE.gather(-1, ids_TK), weighting), ids_TK
 
 
 def route_one_per_group(
-    logits_TE: Tensor, group_members_GM: Tensor, top_k: int, weighting: str, group_score: str
+    logits_TE: Tensor,
+    group_members_GM: Tensor,
+    top_k: int,
+    weighting: str,
+    group_score: str,
+    bias_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Send each token to the best expert of each of the ``top_k`` best groups (DivMoE, Algorithm 1 and equation 7).
 
@@ -63,7 +72,16 @@ def route_one_per_group(
 
     Everything is computed on logits, the softmax comes last: an engine that recognises ``topk(softmax(logits))`` and
     replaces it by its own kernel must not take this rule for that one.
+
+    ``bias_E`` moves the choice, never the weights: see `biased_scores` and, where a group's score is no expert's own,
+    `_route_biased_groups`.
     """
+    if bias_E is not None:
+        if group_score != "max":
+            return _route_biased_groups(logits_TE, group_members_GM, top_k, weighting, group_score, bias_E)
+        scores_TE = biased_scores(logits_TE, bias_E, weighting)
+        _, ids_TK = route_one_per_group(scores_TE, group_members_GM, top_k, weighting, group_score)
+        return expert_weights(logits_TE, logits_TE.gather(-1, ids_TK), weighting), ids_TK
     present_GM = group_members_GM >= 0
     members_GM = group_members_GM.clamp(min=0)
     logits_TGM = logits_TE[:, members_GM].masked_fill(~present_GM, -torch.inf)
@@ -71,7 +89,46 @@ def route_one_per_group(
     score_TG, everything = _GROUP_SCORES[group_score](logits_TE, best_TG, logits_TGM, present_GM)
     groups_TK = _largest(score_TG, top_k)
     ids_TK = members_GM[groups_TK, position_TG.gather(-1, groups_TK)]
-    return _weights(everything, score_TG.gather(-1, groups_TK), weighting), ids_TK
+    return expert_weights(everything, score_TG.gather(-1, groups_TK), weighting), ids_TK
+
+
+def biased_scores(logits_TE: Tensor, bias_E: Tensor, weighting: str) -> Tensor:
+    """Return what experts are selected by under a selection bias: probability plus bias, -inf where the logit is."""
+    with torch.no_grad():
+        return (probabilities(logits_TE, weighting) + bias_E).masked_fill(logits_TE.isneginf(), -torch.inf)
+
+
+def probabilities(logits_TE: Tensor, weighting: str) -> Tensor:
+    """Return the softmax over all experts; for the weighting "sigmoid" the sigmoids over their sum."""
+    return (F.logsigmoid(logits_TE) if weighting == "sigmoid" else logits_TE).softmax(dim=-1)
+
+
+def _route_biased_groups(
+    logits_TE: Tensor, members_GM: Tensor, top_k: int, weighting: str, group_score: str, bias_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The rule of `route_one_per_group` with a selection bias, for group scores that are no expert's own.
+
+    Groups are chosen by their share of the softmax (or of the sigmoids) over all groups plus the mean of their experts'
+    biases, the expert within by its share of its group plus its own bias. So copies of an expert that have its logit
+    and its bias, as a group, are chosen when it would have been, whatever their number (docs/statements.md, E2).
+    """
+    present_GM, safe_GM = members_GM >= 0, members_GM.clamp(min=0)
+    over = "sigmoid" if weighting == "sigmoid" else "all"  # a choice of all groups then gives the share of each
+    share_TG, id_TG = route_one_per_group(logits_TE, members_GM, len(members_GM), over, group_score)
+    group_E = torch.zeros_like(bias_E, dtype=torch.int64)
+    numbers_GM = torch.arange(len(members_GM), device=logits_TE.device)[:, None].expand_as(members_GM)
+    group_E[members_GM[present_GM]] = numbers_GM[present_GM]
+    share_TG = torch.zeros_like(share_TG).scatter(1, group_E[id_TG], share_TG)  # they came in any order
+    with torch.no_grad():
+        bias_GM = bias_E[safe_GM].masked_fill(~present_GM, 0.0)
+        groups_TK = _largest(share_TG + bias_GM.sum(1) / present_GM.sum(1), top_k)
+        logits_TGM = logits_TE[:, safe_GM].masked_fill(~present_GM, -torch.inf)
+        within_TGM = (logits_TGM.softmax(dim=-1) + bias_GM).masked_fill(~present_GM, -torch.inf)
+        ids_TK = safe_GM[groups_TK, within_TGM.argmax(dim=-1).gather(1, groups_TK)]
+    weights_TK = share_TG.gather(1, groups_TK)
+    if weighting != "all":
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights_TK.dtype).tiny)
+    return weights_TK, ids_TK
 
 
 def _largest(scores: Tensor, k: int) -> Tensor:
@@ -79,7 +136,8 @@ def _largest(scores: Tensor, k: int) -> Tensor:
     return scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
-def _weights(scores: Tensor, selected_TK: Tensor, weighting: str) -> Tensor:
+def expert_weights(scores: Tensor, selected_TK: Tensor, weighting: str) -> Tensor:
+    """Return the weights of experts (or groups) by all scores and the selected ones; see `route_topk`."""
     if weighting == "selected":
         return selected_TK.softmax(dim=-1)
     if weighting == "sigmoid":
@@ -338,6 +396,8 @@ def cpu_experts_forward(experts: Any, hidden_TD: Tensor, ids_TK: Tensor, weights
 class MoesaicRouter(nn.Module):
     """Score all experts for each token and choose; ``position`` counts the MoE layers of the model from 0."""
 
+    e_score_correction_bias: Tensor | None
+
     def __init__(self, config: Any, position: int):
         super().__init__()
         self.top_k = config.num_experts_per_tok
@@ -352,6 +412,8 @@ class MoesaicRouter(nn.Module):
             self.members = group_members(groups[position] if isinstance(groups[0], list) else groups)
         self._members_on: dict[torch.device, Tensor] = {}
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        bias_E = torch.zeros(config.num_experts, dtype=torch.float32) if config.selection_bias else None
+        self.register_buffer("e_score_correction_bias", bias_E)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits (tokens, experts) in fp32, the weights and the ids of the chosen experts (tokens, K)."""
@@ -372,12 +434,13 @@ class MoesaicRouter(nn.Module):
         The scaling factor is on the weights and in no matrix: an expert puts out what its dense FFN does, which fits
         float16 where the dense model's does.
         """
+        bias_E = None if self.e_score_correction_bias is None else self.e_score_correction_bias.to(logits_TE)
         if self.members is None:
-            weights_TK, ids_TK = route_topk(logits_TE, self.top_k, self.weighting)
+            weights_TK, ids_TK = route_topk(logits_TE, self.top_k, self.weighting, bias_E)
         else:
             members_GM = self._members(logits_TE.device)
             weights_TK, ids_TK = route_one_per_group(
-                logits_TE, members_GM, self.top_k, self.weighting, self.group_score
+                logits_TE, members_GM, self.top_k, self.weighting, self.group_score, bias_E
             )
         return weights_TK * self.routed_scaling_factor, ids_TK
 
@@ -496,7 +559,10 @@ def _make_config_class(base: str, stem: str) -> type:
         routed_scaling_factor: float = 1.0
         expert_groups: list[int] | list[list[int]] | None = None
         group_score: str = "max"
+        selection_bias: bool = False
         expert_mlp_bias: bool = False
+        output_router_logits: bool = False
+        router_aux_loss_coef: float = 0.001
 
         def __post_init__(self, **kwargs: Any) -> None:
             super().__post_init__(**kwargs)
@@ -570,11 +636,14 @@ class _MoesaicPreTrained:
     """What the model and its causal-LM head share."""
 
     config: Any
+    _keep_in_fp32_modules_strict = ("e_score_correction_bias",)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(module, MoesaicRouter):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            if module.e_score_correction_bias is not None:
+                init.zeros_(module.e_score_correction_bias)
         elif isinstance(module, MoesaicExperts):
             for name, parameter in module.named_parameters(recurse=False):
                 if name.endswith("_bias"):
@@ -621,7 +690,11 @@ def _make_model_class(base: str, stem: str) -> type:
     parent: Any = MODEL_MAPPING[CONFIG_MAPPING[base]]
     body = {
         "config_class": config_class,
-        "_can_record_outputs": parent._can_record_outputs | {"router_logits": OutputRecorder(MoesaicRouter, index=0)},
+        "_can_record_outputs": parent._can_record_outputs
+        | {
+            "router_logits": OutputRecorder(MoesaicRouter, index=0),
+            "expert_ids": OutputRecorder(MoesaicRouter, index=2),
+        },
     }
     cls = type(f"Moesaic{stem}Model", (_MoesaicModel, parent), body | {"__module__": __name__})
     return _named(cls, f"Moesaic{stem}Model", _auto_class="AutoModel")
@@ -631,11 +704,81 @@ def _make_causal_lm_class(base: str, stem: str) -> type:
     config_class = _get(f"Moesaic{stem}Config")
     parent: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[base]]
     name = f"Moesaic{stem}ForCausalLM"
-    body = {"config_class": config_class, "model_class": _get(f"Moesaic{stem}Model"), "__module__": __name__}
+    body = {
+        "config_class": config_class,
+        "model_class": _get(f"Moesaic{stem}Model"),
+        "forward": _with_router_logits(parent.forward),
+        "__module__": __name__,
+    }
     # GenerationMixin is named so that transformers sees it among the direct bases and leaves the class alone.
     return _named(
         type(name, (_MoesaicForCausalLM, parent, GenerationMixin), body), name, _auto_class="AutoModelForCausalLM"
     )
+
+
+def _with_router_logits(parent_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the forward of a dense causal LM with ``output_router_logits`` and ``aux_loss``, as Qwen3-MoE has them.
+
+    Its signature is the dense one with that argument, because Trainer and generation look there for what a model takes.
+    """
+    signature = inspect.signature(parent_forward)
+    *named, rest = signature.parameters.values()
+    names = [parameter.name for parameter in named[1:]]
+
+    def forward(self: Any, *args: Any, output_router_logits: bool | None = None, **kwargs: Any) -> Any:
+        config = self.config
+        wanted = config.output_router_logits if output_router_logits is None else output_router_logits
+        return_dict = kwargs.pop("return_dict", None)
+        seen: list[Any] = []
+        hook = self.model.register_forward_hook(lambda _, __, output: seen.append(output)) if wanted else None
+        try:
+            flags = {"output_router_logits": wanted, "output_expert_ids": wanted}
+            output = parent_forward(self, *args, return_dict=True, **flags, **kwargs)
+        finally:
+            if hook is not None:
+                hook.remove()
+        router_logits = aux_loss = None
+        if wanted:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            router_logits = seen[0].router_logits
+            aux_loss = load_balancing_loss(router_logits, seen[0].expert_ids, given.get("attention_mask"))
+            if output.loss is not None:
+                output.loss = output.loss + config.router_aux_loss_coef * aux_loss.to(output.loss.device)
+        made = MoeCausalLMOutputWithPast(aux_loss=aux_loss, router_logits=router_logits, **output)
+        return made if (config.return_dict if return_dict is None else return_dict) else made.to_tuple()
+
+    functools.update_wrapper(forward, parent_forward)
+    extra = inspect.Parameter("output_router_logits", inspect.Parameter.KEYWORD_ONLY, default=None)
+    forward.__signature__ = signature.replace(parameters=[*named, extra, rest])  # pyright: ignore
+    return forward
+
+
+def load_balancing_loss(
+    logits: Sequence[Tensor], expert_ids: Sequence[Tensor], attention_mask: Tensor | None
+) -> Tensor:
+    """Return ``E * sum_e c_e p_e``, the mean over the MoE layers; K where routing is balanced, as in Qwen3-MoE.
+
+    c_e is the number of selections of expert e per token, as it was really routed (groups, bias and all), p_e the mean
+    of the softmax over all experts. Tokens that a two-dimensional ``attention_mask`` hides count in neither.
+    """
+    layers = []
+    for logits_TE, ids_TK in zip(logits, expert_ids, strict=True):
+        kept_T = _kept_tokens(attention_mask, logits_TE)
+        tokens = kept_T.sum().clamp(min=1)
+        counts_E = torch.zeros_like(logits_TE[0]).scatter_add_(
+            0, ids_TK.flatten(), kept_T.repeat_interleave(ids_TK.shape[-1])
+        )
+        probability_E = kept_T @ logits_TE.softmax(dim=-1)
+        layers.append(logits_TE.shape[-1] * (counts_E / tokens) @ (probability_E / tokens))
+    return torch.stack([layer.to(layers[0].device) for layer in layers]).mean()
+
+
+def _kept_tokens(attention_mask: Tensor | None, logits_TE: Tensor) -> Tensor:
+    """1 for the tokens of this call that are no padding, else 0; a mask with a cache covers earlier tokens as well."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        return torch.ones_like(logits_TE[:, 0])
+    length = logits_TE.shape[0] // attention_mask.shape[0]
+    return attention_mask[:, -length:].reshape(-1).to(logits_TE)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,22 +1,20 @@
 """What the page shows of each input, as plain values: inspections, training runs, results of evaluations."""
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import yaml
 
 from moesaic.analysis.inspection import ExpertCard, Inspection, Reader, level_name
-from moesaic.checkpoint.pio import explained
+from moesaic.checkpoint.metrics import METRICS_FILE, Step, Validation, read_metrics
 from moesaic.checkpoint.results import read_results
 from moesaic.common.errors import MoesaicError
+from moesaic.common.yaml_text import read_yaml
 from moesaic.reporting.page import fold, indices, pack, quantise, size
 
-METRICS_FILE = "metrics.jsonl"
 RECIPE_FILE = "recipe.yaml"
 
 _POINTS = 600  # of a curve: more than a screen can show
@@ -162,41 +160,32 @@ def spread(count: int, most: int) -> Sequence[int]:
     return [round(index * (count - 1) / (most - 1)) for index in range(most)]
 
 
-class _Step(NamedTuple):
-    step: int
-    tokens: int
-    seconds: float
-    curves: dict[str, float]
-    domain_loss: dict[str, float]
-
-
-class _Validation(NamedTuple):
-    step: int
-    tokens: int
-    loss: dict[str, float]
-    error: dict[str, float]
-
-
 def read_run(folder: Path, name: str) -> dict[str, Any]:
     """One training run: curves of its steps (means over neighbours where there are many) and its validations.
 
     Raises:
-        MoesaicError: metrics.jsonl has no step, or a line that is none; names the line.
+        MoesaicError: metrics.jsonl has no step, or a line that `moesaic train` did not write; names line and key.
     """
-    steps, validations = _read_metrics(folder / METRICS_FILE)
+    lines = list(read_metrics(folder / METRICS_FILE))
+    steps = [line for line in lines if isinstance(line, Step)]
+    validations = [line for line in lines if isinstance(line, Validation)]
+    if not steps:
+        raise MoesaicError(f"{folder / METRICS_FILE}: has no step yet; report on it when the run has made some")
     size = math.ceil(len(steps) / _POINTS)
     points = [steps[start : start + size] for start in range(0, len(steps), size)]
-    losses, errors = _columns([one.loss for one in validations]), _columns([one.error for one in validations])
+    measured = [one.validation for one in validations]
+    losses = _columns([{domain: found.loss for domain, found in one.items()} for one in measured])
+    errors = _columns([{domain: _number(found.standard_error) for domain, found in one.items()} for one in measured])
     return {
         "name": name,
         "folder": str(folder),
         "recipe": _recipe(folder / RECIPE_FILE),
         "steps": steps[-1].step,
         "tokens": steps[-1].tokens,
-        "seconds": math.fsum(step.seconds for step in steps),
+        "seconds": math.fsum(step.timing.seconds for step in steps),
         "mean_over": size,
         "at": {"steps": [point[-1].step for point in points], "tokens": [point[-1].tokens for point in points]},
-        "curves": _means(_columns([step.curves for step in steps]), size),
+        "curves": _means(_columns([_curves(step) for step in steps]), size),
         "domain_loss": _means(_columns([step.domain_loss for step in steps]), size),
         "validation": {
             "steps": [one.step for one in validations],
@@ -206,59 +195,13 @@ def read_run(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
-def _read_metrics(file: Path) -> tuple[list[_Step], list[_Validation]]:
-    steps, validations = [], []
-    for number, line in _lines(file):
-        try:
-            if line["kind"] == "step":
-                steps.append(_step(line))
-            elif line["kind"] == "validation":
-                validations.append(_validation(line))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise MoesaicError(
-                f"{file}: line {number} is not a step or a validation of `moesaic train` ({error})"
-            ) from error
-    if not steps:
-        raise MoesaicError(f"{file}: has no step yet; report on it when the run has made some")
-    return steps, validations
+def _curves(step: Step) -> dict[str, float]:
+    values = {name: getattr(step, name) for name in _NUMBERS} | {"tokens_per_second": step.timing.tokens_per_second}
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The lines with their numbers. A last line without an end is what a killed run left, and is not read."""
-    with explained(file), file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                value = json.loads(line)
-            except ValueError as error:
-                raise MoesaicError(f"{file}: line {number} is not JSON; it isn't what `moesaic train` wrote") from error
-            if not isinstance(value, dict):
-                raise MoesaicError(f"{file}: line {number} is not a step or a validation of `moesaic train`")
-            yield number, value
-
-
-def _step(line: Mapping[str, Any]) -> _Step:
-    values = {name: line[name] for name in _NUMBERS if name in line}
-    values["tokens_per_second"] = line["timing"]["tokens_per_second"]
-    return _Step(
-        step=int(line["step"]),
-        tokens=int(line["tokens"]),
-        seconds=float(line["timing"]["seconds"]),
-        curves={name: float(value) for name, value in values.items()},
-        domain_loss={domain: float(loss) for domain, loss in line["domain_loss"].items()},
-    )
-
-
-def _validation(line: Mapping[str, Any]) -> _Validation:
-    measured = line["validation"]
-    errors = {domain: one["standard_error"] for domain, one in measured.items()}
-    return _Validation(
-        step=int(line["step"]),
-        tokens=int(line["tokens"]),
-        loss={domain: float(one["loss"]) for domain, one in measured.items()},
-        error={domain: math.nan if error is None else float(error) for domain, error in errors.items()},
-    )
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
@@ -284,13 +227,7 @@ def _recipe(file: Path) -> dict[str, str]:
     """The recipe as flat keys and their values in words; empty where there is none."""
     if not file.exists():
         return {}
-    with explained(file):
-        text = file.read_text(encoding="utf-8")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise MoesaicError(f"{file}: is not YAML; it is not what `moesaic train` wrote") from error
-    return dict(_flat(value, "")) if isinstance(value, dict) else {}
+    return dict(_flat(read_yaml(file), ""))
 
 
 def _flat(value: Mapping[Any, Any], prefix: str) -> Iterable[tuple[str, str]]:
@@ -312,19 +249,16 @@ def results_payload(path: Path) -> dict[str, Any]:
     """
     document = read_results(path)
     checkpoint = document["checkpoint"]
-    try:
-        return {
-            "file": str(path),
-            "checkpoint": {key: checkpoint[key] for key in ("name", "revision", "model_type")},
-            "model": checkpoint["full_model"],
-            "settings": document["settings"],
-            "suites": document["suites"],
-            "tasks": {name: _task(task, checkpoint) for name, task in document["tasks"].items()},
-            "missing": document["missing"],
-            "averages": document["averages"],
-        }
-    except (KeyError, TypeError, AttributeError) as error:
-        raise MoesaicError(f"{path}: damaged results file ({error}); evaluate again") from error
+    return {
+        "file": str(path),
+        "checkpoint": {key: checkpoint[key] for key in ("name", "revision", "model_type")},
+        "model": checkpoint["full_model"],
+        "settings": document["settings"],
+        "suites": document["suites"],
+        "tasks": {name: _task(task, checkpoint) for name, task in document["tasks"].items()},
+        "missing": document["missing"],
+        "averages": document["averages"],
+    }
 
 
 def _task(task: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> dict[str, Any]:

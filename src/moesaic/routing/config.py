@@ -1,5 +1,6 @@
 """What is switched on at the routers, as plain data: no torch here, so that recipes and records can hold it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     RuleName = str
 else:
     RuleName = Literal[tuple(RULES)]
+
+RULES_WORK_ON = (
+    "our own architecture, OLMoE, FlexOlmo, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Mixtral, Granite-MoE or another with plain "
+    "softmax routers (`moesaic families`, column rules)"
+)
 
 BalanceScope = Literal["local", "global", "batch", "step"]
 PoolDraw = Literal["document_and_layer", "document"]
@@ -60,3 +66,31 @@ class RuleConfig:
                 f"write a size or an increasing range within [{top_k}, {num_experts}]"
             )
         return low, high
+
+    @staticmethod
+    def refuse_groups(groups: object) -> None:
+        """Refuse (MoesaicError) pools for a model that has expert groups of its own."""
+        if groups is not None:
+            raise MoesaicError(
+                "routing.rule: document_pool trains a model that routes by plain top-k at inference, but this one has "
+                "routing_rule one_per_group; set routing_rule to topk in its config.json first"
+            )
+
+
+def check_groups(groups: Sequence[int] | None, *, num_experts: int, top_k: int) -> Sequence[int]:
+    """The groups that `one_per_group` works with; a MoesaicError where they are missing or do not fit the experts."""
+    if groups is None:
+        raise MoesaicError(
+            "routing.rule: one_per_group needs to know the group of each expert, and this model's config.json has no "
+            "expert_groups; give them as routing.expert_groups"
+        )
+    if len(groups) != num_experts:
+        raise MoesaicError(
+            f"routing.expert_groups: {len(groups)} entries for {num_experts} experts; name a group for each"
+        )
+    if len(set(groups)) < top_k:
+        raise MoesaicError(
+            f"routing.expert_groups: {len(set(groups))} groups, but {top_k} experts per token must come from different "
+            "groups; name more groups"
+        )
+    return groups

@@ -18,7 +18,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.families.family import MoEFamily
 from moesaic.families.moe_table import MOE_FAMILIES, family_of
-from moesaic.routing.config import RuleConfig
+from moesaic.routing.config import RULES_WORK_ON, RuleConfig
 from moesaic.routing.pools import RoutingContext
 from moesaic.routing.rules import RouterSettings, RoutingDecision, build_rule, decide
 
@@ -51,7 +51,8 @@ class RoutingRecord:
 
 
 class Installation:
-    """A rule on all routers of one model. `selection_bias` (layers, experts) is the state of loss-free balancing."""
+    """A rule on all routers of one model. `selection_bias` (layers, experts) is the state of loss-free balancing; where
+    it is None, the routers' own biases hold, if they have some."""
 
     def __init__(self, config: RuleConfig, *, selection_bias: Tensor | None) -> None:
         self.config = config
@@ -98,7 +99,8 @@ class InstalledRouter:
     def _decide(self, logits_TE: Tensor) -> RoutingDecision:
         """Decide with the documents of the open `routing_context`, and record it there, if one is open."""
         training, record, bias_LE = self.router.training, self.installation.record, self.installation.selection_bias
-        bias_E = None if bias_LE is None else bias_LE[self.layer].to(logits_TE)
+        bias_E = own_bias(self.router) if bias_LE is None else bias_LE[self.layer]
+        bias_E = None if bias_E is None else bias_E.to(logits_TE)
         if record is None:
             if training and self.rule.needs_documents:
                 raise RuntimeError("the document pool needs `with routing_context(...)` around forward and backward")
@@ -202,6 +204,9 @@ _ROW = "_moesaic_row"
 
 _OUR_ROUTER = "MoesaicRouter"
 
+OWN_BIAS = "e_score_correction_bias"
+"""Name of the bias in our routers; other routers that rules work on have none."""
+
 
 def _settings(router: Any, name: str) -> RouterSettings:
     """What a router of this class does by itself."""
@@ -223,6 +228,27 @@ def _settings(router: Any, name: str) -> RouterSettings:
     return replace(own, weighting="selected" if normalises else "all", cast_weights=not row.router_weights_in_fp32)
 
 
+def own_bias(router: nn.Module) -> Tensor | None:
+    """The selection bias that a router holds as a tensor of the model, (experts,) in fp32; None where it has none."""
+    bias: Any = getattr(router, OWN_BIAS, None)
+    return bias
+
+
+def take_own_biases(model: nn.Module) -> Tensor | None:
+    """Take the biases off the routers of our architecture, so that training can move them: (layers, experts) or None.
+
+    The caller's config has to say that there are none; a result of training has them again. Other families' stay.
+    """
+    ours = (one for one in model.modules() if any(base.__name__ == _OUR_ROUTER for base in type(one).__mro__))
+    routers = [router for router in ours if own_bias(router) is not None]
+    if not routers:
+        return None
+    biases = torch.stack([router._buffers[OWN_BIAS].clone() for router in routers])  # pyright: ignore
+    for router in routers:
+        router._buffers[OWN_BIAS] = None
+    return biases
+
+
 def find_routers(model: nn.Module) -> list[tuple[nn.Module, RouterSettings]]:
     """Return the routers of a model in the order of its layers, with what each does by itself.
 
@@ -241,9 +267,7 @@ def find_routers(model: nn.Module) -> list[tuple[nn.Module, RouterSettings]]:
             found.append((module, _settings(module, name)))
     if not found:
         raise MoesaicError(
-            f"{type(model).__name__} has no router that training rules work on; they work on our own architecture, and "
-            "on families whose routers take the best softmax scores (OLMoE, Qwen2-MoE, Qwen3-MoE, Mixtral, Granite-MoE "
-            "and others: `moesaic families` says which)"
+            f"{type(model).__name__} has no router that training rules work on; take a model of {RULES_WORK_ON}"
         )
     return found
 

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from moesaic.common.errors import MoesaicError
 from moesaic.common.seeds import draw_integers, fold_key
+from moesaic.modeling.modeling_moesaic import probabilities
 from moesaic.routing.config import RuleConfig
-from moesaic.routing.rules import PROBABILITIES, RouterSettings, TopK, Weighting
+from moesaic.routing.rules import RouterSettings, TopK, Weighting
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,11 +115,7 @@ class DocumentPool(TopK):
 
     def __init__(self, config: RuleConfig, settings: RouterSettings) -> None:
         super().__init__(config, settings)
-        if settings.groups is not None:
-            raise MoesaicError(
-                "routing.rule: document_pool trains a model that routes by plain top-k at inference, but this one has "
-                "routing_rule one_per_group; set routing_rule to topk in its config.json first"
-            )
+        config.refuse_groups(settings.groups)
         self.low, self.high = config.pool_range(top_k=settings.top_k, num_experts=settings.num_experts)
         self.per_layer = config.pool_draw == "document_and_layer"
 
@@ -159,7 +155,7 @@ def document_pools(
     decides, so routing in training is not causal; no gradient flows through the choice. A selection bias counts here as
     in the selection: an expert outside every pool could not be helped by it otherwise.
     """
-    probability_TE = PROBABILITIES[weighting](logits_TE)
+    probability_TE = probabilities(logits_TE, weighting)
     sums_NE = probability_TE.new_zeros(context.num_documents + 1, logits_TE.shape[-1])
     sums_NE.index_add_(0, context.segments_T, probability_TE)
     mean_NE = sums_NE[:-1] / context.lengths_N[:, None]

@@ -7,19 +7,23 @@ of at most M experts.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from moesaic.common.errors import MoesaicError
-from moesaic.modeling.modeling_moesaic import group_members, route_one_per_group, route_topk
-from moesaic.routing.config import RULES, GroupScore, RuleConfig
+from moesaic.modeling.modeling_moesaic import (
+    biased_scores,
+    expert_weights,
+    group_members,
+    probabilities,
+    route_one_per_group,
+    route_topk,
+)
+from moesaic.routing.config import RULES, GroupScore, RuleConfig, check_groups
 
 if TYPE_CHECKING:
     from moesaic.routing.pools import RoutingContext
@@ -69,7 +73,7 @@ class RoutingDecision:
         Computed in `dtype`, by default that of the logits.
         """
         logits_TE = self.masked_logits_TE
-        return PROBABILITIES[self.weighting](logits_TE if dtype is None else logits_TE.to(dtype))
+        return probabilities(logits_TE if dtype is None else logits_TE.to(dtype), self.weighting)
 
 
 def mask_logits(
@@ -108,10 +112,8 @@ class Rule(ABC):
         if bias_E is None:
             return self.choose(logits_TE)
         weighting = self.settings.weighting
-        with torch.no_grad():
-            score_TE = (PROBABILITIES[weighting](logits_TE) + bias_E).masked_fill(logits_TE.isneginf(), float("-inf"))
-            _, expert_ids_TK = self.choose(score_TE)
-        return weights_of(logits_TE, expert_ids_TK, weighting=weighting), expert_ids_TK
+        _, expert_ids_TK = self.choose(biased_scores(logits_TE, bias_E, weighting))
+        return expert_weights(logits_TE, logits_TE.gather(-1, expert_ids_TK), weighting), expert_ids_TK
 
 
 class TopK(Rule):
@@ -131,12 +133,7 @@ class OnePerGroup(Rule):
     def __init__(self, config: RuleConfig, settings: RouterSettings) -> None:
         super().__init__(config, settings)
         groups = config.expert_groups or settings.groups
-        if groups is None:
-            raise MoesaicError(
-                "routing.rule: one_per_group needs to know the group of each expert, and this model's config.json has "
-                "no expert_groups; give them as routing.expert_groups"
-            )
-        _check_groups(groups, settings)
+        groups = check_groups(groups, num_experts=settings.num_experts, top_k=settings.top_k)
         self.score = config.group_score or settings.group_score
         self._members = group_members(list(groups))
         self._members_on: dict[torch.device, Tensor] = {}
@@ -156,9 +153,8 @@ class OnePerGroup(Rule):
 
     def select(self, logits_TE: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
         """With a bias: of an expert where the score of a group is an expert's own, else of groups and experts."""
-        if bias_E is None or self.score == "max":
-            return super().select(logits_TE, bias_E)
-        return _one_per_biased_group(logits_TE, bias_E, self.members(logits_TE.device), self.settings, self.score)
+        settings, members_GM = self.settings, self.members(logits_TE.device)
+        return route_one_per_group(logits_TE, members_GM, settings.top_k, settings.weighting, self.score, bias_E)
 
 
 def build_rule(config: RuleConfig, settings: RouterSettings) -> Rule:
@@ -192,66 +188,3 @@ def decide(
         allowed_TE=allowed_TE,
         weighting=rule.settings.weighting,
     )
-
-
-def weights_of(
-    logits_TE: Float[Tensor, "tokens experts"], expert_ids_TK: Int64[Tensor, "tokens active"], *, weighting: str
-) -> Float[Tensor, "tokens active"]:
-    """Return the weights that a router gives to experts chosen by something else than its own scores."""
-    return _WEIGHTINGS[weighting](logits_TE, expert_ids_TK)
-
-
-_WEIGHTINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "selected": lambda logits_TE, ids_TK: logits_TE.gather(1, ids_TK).softmax(dim=-1),
-    "all": lambda logits_TE, ids_TK: logits_TE.softmax(dim=-1).gather(1, ids_TK),
-    "sigmoid": lambda logits_TE, ids_TK: F.logsigmoid(logits_TE.gather(1, ids_TK)).softmax(dim=-1),
-}
-
-PROBABILITIES: dict[str, Callable[[Tensor], Tensor]] = {
-    "selected": lambda logits_TE: logits_TE.softmax(dim=-1),
-    "all": lambda logits_TE: logits_TE.softmax(dim=-1),
-    "sigmoid": lambda logits_TE: F.logsigmoid(logits_TE).softmax(dim=-1),
-}
-
-_GROUP_SHARES = {"selected": "all", "all": "all", "sigmoid": "sigmoid"}
-"""The weighting under which a choice of all groups gives the probability of each."""
-
-
-def _one_per_biased_group(
-    logits_TE: Tensor, bias_E: Tensor, members_GM: Tensor, settings: RouterSettings, score: str
-) -> tuple[Tensor, Tensor]:
-    """The rule of `route_one_per_group` with a selection bias, for group scores that are no expert's own.
-
-    Groups are chosen by their share of the softmax (or of the sigmoids) over all groups plus the mean of their experts'
-    biases, the expert within by its share of its group plus its own bias. So copies of an expert that have its logit
-    and its bias, as a group, are chosen when it would have been, whatever their number (docs/statements.md, E2).
-    """
-    present_GM, safe_GM = members_GM >= 0, members_GM.clamp(min=0)
-    over = _GROUP_SHARES[settings.weighting]
-    share_TG, id_TG = route_one_per_group(logits_TE, members_GM, len(members_GM), over, score)  # groups in any order
-    group_E = torch.zeros_like(bias_E, dtype=torch.int64)
-    numbers_GM = torch.arange(len(members_GM), device=logits_TE.device)[:, None].expand_as(members_GM)
-    group_E[members_GM[present_GM]] = numbers_GM[present_GM]
-    share_TG = torch.zeros_like(share_TG).scatter(1, group_E[id_TG], share_TG)
-    with torch.no_grad():
-        bias_GM = bias_E[safe_GM].masked_fill(~present_GM, 0.0)
-        _, groups_TK = route_topk(share_TG + bias_GM.sum(1) / present_GM.sum(1), settings.top_k, settings.weighting)
-        logits_TGM = logits_TE[:, safe_GM].masked_fill(~present_GM, -torch.inf)
-        within_TGM = (logits_TGM.softmax(dim=-1) + bias_GM).masked_fill(~present_GM, -torch.inf)
-        ids_TK = safe_GM[groups_TK, within_TGM.argmax(dim=-1).gather(1, groups_TK)]
-    weights_TK = share_TG.gather(1, groups_TK)
-    if settings.weighting != "all":
-        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights_TK.dtype).tiny)
-    return weights_TK, ids_TK
-
-
-def _check_groups(groups: tuple[int, ...], settings: RouterSettings) -> None:
-    if len(groups) != settings.num_experts:
-        raise MoesaicError(
-            f"routing.expert_groups: {len(groups)} entries for {settings.num_experts} experts; name a group for each"
-        )
-    if len(set(groups)) < settings.top_k:
-        raise MoesaicError(
-            f"routing.expert_groups: {len(set(groups))} groups, but {settings.top_k} experts per token must come from "
-            "different groups; name more groups"
-        )

@@ -11,15 +11,33 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.headers import load_json
+from moesaic.checkpoint.headers import load_format
 from moesaic.checkpoint.pio import write_file
 from moesaic.common.errors import MoesaicError
-from moesaic.families.identity import SourceModel, source_from_json
+from moesaic.common.recipe import load_document
+from moesaic.families.identity import SourceModel
 from moesaic.families.moe_table import family_of
 
 FORMAT = "moesaic-selection/1"
 
-_KEYS = ("format", "source", "method", "layers", "kept", "scores", "routing_mass_kept", "details")
+
+@dataclass(frozen=True, kw_only=True)
+class _Data:
+    """The records that a selection was made on."""
+
+    split: float | None = None
+    """The share of them that was used."""
+    seed: int = 0
+    rows: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Details:
+    """Of a selection's details, what is used and not only shown."""
+
+    top_k: int | None = None
+    data: _Data | None = None
+    unreached: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +57,7 @@ class Selection:
     """What the method was given (data, seed, tokens, ...), for people; `top_k` is used (see the property)."""
 
     def __post_init__(self) -> None:
+        load_document(_Details, self.details, "selection: details", others=True)
         if problem := _problem(self):
             raise MoesaicError(f"selection: {problem}")
 
@@ -75,28 +94,7 @@ def save_selection(selection: Selection, file: str | Path) -> None:
 def load_selection(file: str | Path) -> Selection:
     """Read a selection; a file that is none, or contradicts itself, is a MoesaicError that says where."""
     path = Path(file)
-    value = load_json(path)
-    if value.get("format") != FORMAT:
-        raise MoesaicError(f"{path}: not a selection (format is {value.get('format')!r}, expected {FORMAT!r})")
-    if unknown := sorted(value.keys() - set(_KEYS)):
-        raise MoesaicError(f"{path}: unknown key {unknown[0]!r}; a selection has {', '.join(_KEYS)}")
-    if missing := [key for key in _KEYS if key not in value]:
-        raise MoesaicError(f"{path}: has no {missing[0]!r}; a selection has {', '.join(_KEYS)}")
-    try:
-        mass = value["routing_mass_kept"]
-        return Selection(
-            source=source_from_json(value["source"], str(path)),
-            method=str(value["method"]),
-            layers=tuple(value["layers"]),
-            kept=tuple(tuple(ids) for ids in value["kept"]),
-            scores=tuple(tuple(map(float, row)) for row in value["scores"]),
-            routing_mass_kept=None if mass is None else tuple(map(float, mass)),
-            details=dict(value["details"]),
-        )
-    except MoesaicError as error:
-        raise MoesaicError(f"{path}: {str(error).removeprefix(f'{path}: ').removeprefix('selection: ')}") from error
-    except (TypeError, ValueError) as error:
-        raise MoesaicError(f"{path}: has a value of the wrong type ({error})") from error
+    return load_document(Selection, load_format(path, FORMAT, "a selection"), str(path), way_out="select again")
 
 
 def _problem(selection: Selection) -> str | None:
@@ -130,8 +128,6 @@ def _bad_top_k(top_k: Any, most: int) -> str | None:
 def _bad_ids(ids: Sequence[Any], num_experts: int) -> str | None:
     if not ids:
         return "no expert"
-    if any(not isinstance(expert, int) or isinstance(expert, bool) for expert in ids):
-        return f"expert ids must be whole numbers, got {list(ids)}"
     if any(first >= second for first, second in pairwise(ids)):
         return f"expert ids must rise, got {list(ids)}"
     if ids[0] < 0 or ids[-1] >= num_experts:

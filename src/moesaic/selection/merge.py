@@ -10,14 +10,15 @@ import torch
 
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.lazy import Lazy, combine, concat, promoted, stored
-from moesaic.checkpoint.record import model_card, read_provenance
+from moesaic.checkpoint.record import PROVENANCE_FILE, model_card, read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.checkpoint.write import NewCheckpoint, WriteResult, write_unless_dry
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice
+from moesaic.common.recipe import Count, load_document
 from moesaic.common.verbs import verb
 from moesaic.families.counting import beyond_depth, layer_of
-from moesaic.families.identity import Ids, SourceModel, describe, find_lineage, source_from_json
+from moesaic.families.identity import Ids, SourceModel, describe, find_lineage
 from moesaic.families.moe import (
     ROUTER_ROLES,
     ExpertTensor,
@@ -133,14 +134,37 @@ def _bases(full: Checkpoint, identity: SourceModel) -> list[_Base]:
     """The full model itself, then every model before a merge, the first of all last."""
     bases = [_Base(model=identity, since=())]
     record = read_provenance(full.path) or {}
-    merged = record.get("merged")
-    if record.get("verb") != "merge-back" or not isinstance(merged, dict):
+    if record.get("verb") != "merge-back" or record.get("merged") is None:
         return bases
-    where, subsets = str(full.path / "moesaic.json"), tuple(merged.get("subsets", []))
+    where = f"{full.path / PROVENANCE_FILE}: merged"
+    merged = load_document(_Merged, record["merged"], where, others=True)
+    subsets = tuple(record["merged"]["subsets"])
+    for number, one in enumerate(merged.subsets):
+        if len(one.ids) != len(identity.layers):
+            raise MoesaicError(f"{where}.subsets.{number}.ids: has {len(one.ids)} rows, not {len(identity.layers)}")
     for number in range(len(subsets) - 1, 0, -1):
-        if "into" in subsets[number]:
-            bases.append(_Base(model=source_from_json(subsets[number]["into"], where), since=subsets[number:]))
-    return [*bases, _Base(model=source_from_json(merged.get("into"), where), since=subsets)]
+        if (into := merged.subsets[number].into) is not None:
+            bases.append(_Base(model=into, since=subsets[number:]))
+    return [*bases, _Base(model=merged.into, since=subsets)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PutBack:
+    """One subset, in the order in which they were put back."""
+
+    name: str
+    ids: tuple[tuple[Count, ...], ...]
+    parts: tuple[str, ...]
+    into: SourceModel | None = None
+    """The model that it was put back into; None in records of earlier versions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Merged:
+    """The entry `merged` of moesaic.json."""
+
+    into: SourceModel
+    subsets: tuple[_PutBack, ...]
 
 
 def _place(bases: Sequence[_Base], subset: Checkpoint, model: MoEModel) -> tuple[tuple[Mapping[str, Any], ...], Ids]:

@@ -13,12 +13,15 @@ import numpy as np
 from jaxtyping import Float64, Int64
 from numpy import ndarray
 
-from moesaic.checkpoint.headers import load_json
+from moesaic.checkpoint.headers import load_format
 from moesaic.checkpoint.pio import write_file
 from moesaic.common.errors import MoesaicError
-from moesaic.families.identity import SourceModel, refuse_other_model, source_from_json
+from moesaic.common.recipe import Count, Size, load_document
+from moesaic.families.identity import SourceModel, refuse_other_model
 
 FORMAT = "moesaic-statistics/1"
+
+_AGAIN = "collect them again"
 
 SUMS = ("probability_LE", "weighted_norm_LE", "drift_original_LE", "drift_emo_LE")
 
@@ -93,38 +96,34 @@ def save_statistics(statistics: ExpertStatistics, file: str | Path) -> None:
     write_file(Path(file), json.dumps(document, allow_nan=False) + "\n")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Document:
+    """The file, as JSON has it."""
+
+    source: SourceModel
+    domain: str
+    tokens: Size
+    counts_LE: tuple[tuple[Count, ...], ...]
+    probability_LE: tuple[tuple[float, ...], ...]
+    weighted_norm_LE: tuple[tuple[float, ...], ...]
+    drift_original_LE: tuple[tuple[float, ...], ...]
+    drift_emo_LE: tuple[tuple[float, ...], ...]
+    path: str | None = None
+
+
 def load_statistics(file: str | Path) -> ExpertStatistics:
     """Read statistics; anything that is not what `save_statistics` writes is a MoesaicError that names the file."""
     path = Path(file)
-    value = load_json(path)
-    if value.get("format") != FORMAT:
-        raise MoesaicError(f"{path}: not a statistics file (format is {value.get('format')!r}, expected {FORMAT!r})")
-    keys = ("format", "source", "domain", "tokens", "counts_LE", *SUMS)
-    if wrong := sorted(set(keys) ^ (value.keys() - {"path"})):
-        raise MoesaicError(f"{path}: {wrong[0]!r} is {'missing' if wrong[0] in keys else 'unknown'}")
-    source = source_from_json(value["source"], str(path))
-    tokens = value["tokens"]
-    if not isinstance(tokens, int) or tokens < 1:
-        raise MoesaicError(f"{path}: tokens must be a positive whole number, got {tokens!r}")
+    document = load_document(_Document, load_format(path, FORMAT, "a statistics file"), str(path), way_out=_AGAIN)
+    shape = (len(document.source.layers), document.source.num_experts)
+    tables: dict[str, Any] = {}
+    for name in ("counts_LE", *SUMS):
+        rows = getattr(document, name)
+        if len(rows) != shape[0] or {len(row) for row in rows} - {shape[1]}:
+            raise MoesaicError(f"{path}: {name}: is not {shape[0]} layers of {shape[1]} experts; {_AGAIN}")
+        if any(value < 0 for row in rows for value in row):
+            raise MoesaicError(f"{path}: {name}: has a number below 0; {_AGAIN}")
+        tables[name] = np.array(rows, dtype=np.int64 if name == "counts_LE" else np.float64).reshape(shape)
     return ExpertStatistics(
-        source=source,
-        domain=str(value["domain"]),
-        path=None if value.get("path") is None else str(value["path"]),
-        tokens=tokens,
-        counts_LE=_array(value["counts_LE"], np.int64, source, f"{path}: counts_LE"),
-        **{name: _array(value[name], np.float64, source, f"{path}: {name}") for name in SUMS},
+        source=document.source, domain=document.domain, path=document.path, tokens=document.tokens, **tables
     )
-
-
-def _array(rows: Any, dtype: type, source: SourceModel, where: str) -> Any:
-    shape = (len(source.layers), source.num_experts)
-    try:
-        array = np.array(rows)
-        whole = array.astype(dtype, casting="same_kind")
-    except (TypeError, ValueError) as error:
-        raise MoesaicError(f"{where} must be a table of numbers") from error
-    if whole.shape != shape:
-        raise MoesaicError(f"{where} has the shape {list(whole.shape)}, expected {list(shape)} (layers, experts)")
-    if not np.isfinite(whole).all() or (whole < 0).any():
-        raise MoesaicError(f"{where} has a number that is negative or not finite")
-    return whole

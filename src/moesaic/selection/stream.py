@@ -26,7 +26,7 @@ from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.numbers import NotFiniteError
 from moesaic.families.moe import MoELayerTensors, detect_running
-from moesaic.loading import load_config
+from moesaic.loading import explained_errors, load_config
 from moesaic.modeling.finite import first_not_finite, is_finite
 from moesaic.routing.capture import find_block, replaced_forward
 from moesaic.routing.restrict import install_recorded
@@ -93,7 +93,7 @@ class StreamedModel:
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = load_config(checkpoint.path, checkpoint.name)
         dtype = getattr(config, "dtype", None) or torch.float32
-        with _META:
+        with _META, explained_errors(f"{checkpoint.path / 'config.json'}: transformers cannot use a value in it"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         self._checkpoint = checkpoint
         self._dtype = dtype

@@ -98,7 +98,7 @@ def expand(run: "Session") -> None:
     del run.trainable  # the old model and the new one need not be in memory together
     gc.collect()
     start = folder / "weights" / "after"
-    run.trainable = build_trainable(recipe, run.out, world, start=start, tokenizer=run.tokenizer, quiet=run.quiet)
+    run.trainable = build_trainable(recipe, run.out, world, start=start, quiet=run.quiet)
     # What it was loaded from is no layout that anybody chose: the result has the family's own, as after `--resume`.
     vars(run.trainable.model).pop("_weight_conversions", None)
     if recipe.transitions[number].optimizer == "reset":

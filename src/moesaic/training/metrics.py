@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moesaic.checkpoint.metrics import METRICS_FILE
 from moesaic.checkpoint.pio import explained
 from moesaic.common.numbers import finite_only, shown
 from moesaic.common.progress import BAR_SECONDS, LINE_SECONDS, bar, duration, notice, on_terminal
@@ -21,8 +22,6 @@ from moesaic.routing.stats import busiest_share, dead_experts, load_entropy
 from moesaic.training.planning import PEAK_FLOPS
 from moesaic.training.start import Trainable
 from moesaic.training.step import StepResult
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsLog:
@@ -186,4 +185,5 @@ def _figures(line: Mapping[str, Any]) -> str:
     speed = f"{timing['tokens_per_second']:,.0f} tokens/s, {timing['flops_per_second'] / 1e9:,.1f} GFLOP/s"
     if "mfu" in timing:
         speed += f" ({100 * timing['mfu']:.1f}% of peak)"
-    return f"loss {line['loss']:.4f}, gradient {line['grad_norm']:.3g}, lr {line['lr']:.3g}, {speed}"
+    loss = "no loss (nothing is predicted)" if line["loss"] is None else f"loss {line['loss']:.4f}"
+    return f"{loss}, gradient {line['grad_norm']:.3g}, lr {line['lr']:.3g}, {speed}"

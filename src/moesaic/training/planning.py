@@ -16,6 +16,7 @@ from moesaic.families.costs import attention_layers, flops_per_token, language_c
 from moesaic.families.counting import ParameterCount, Shapes, config_shapes, count_shapes, is_routed, layer_of
 from moesaic.families.dense_table import FAMILIES
 from moesaic.families.family import our_base
+from moesaic.training.fit import refuse_misfit
 from moesaic.training.growth_plan import GrowthPlan, plan_growth
 from moesaic.training.recipe import ScratchModel, TrainRecipe, scratch_config
 
@@ -154,9 +155,10 @@ class TrainPlan:
 def plan_train(recipe: TrainRecipe, *, subject: str = "recipe") -> TrainPlan:
     """Say what `recipe` will need, from headers and configs alone.
 
-    Raises: `MoesaicError` where the model can't be found, or its config makes none.
+    Raises: `MoesaicError` where the model can't be found, its config makes none, or the recipe doesn't fit it.
     """
     shapes, config = _model(recipe)
+    refuse_misfit(recipe, config)
     growth = plan_growth(recipe, shapes, config)
     if growth is not None:
         shapes, config = growth.shapes, growth.config

@@ -194,7 +194,7 @@ class CheckpointRecipe:
     """Run state for `--resume`, under OUT/state/."""
 
     every_steps: int | None = None
-    """Steps between checkpoints; `null` writes none before the end (or SIGTERM)."""
+    """Steps between checkpoints; `null` writes none before the end (or SIGTERM, or Ctrl-C)."""
     keep: int = 2
     """How many of the latest to keep. The one with the lowest validation loss is kept beside them."""
 

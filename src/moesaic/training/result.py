@@ -10,27 +10,32 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from moesaic.checkpoint.config_file import CONFIG_FILE, needs, with_source_keys, write_config
 from moesaic.checkpoint.output import require_disk
 from moesaic.checkpoint.pio import explained, sync_path
 from moesaic.checkpoint.reader import DTYPE_CODES
-from moesaic.checkpoint.record import copy_side_files, read_provenance, source_record, write_provenance
+from moesaic.checkpoint.record import copy_side_files, read_provenance, source_record, write_card, write_provenance
+from moesaic.checkpoint.same_tokens import keep_ids
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter, OutputTensor, plan_files
+from moesaic.common.progress import warn
 from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.families.counting import count_shapes
 from moesaic.families.family import our_base
 from moesaic.families.moe import PREDICTION_KEY
+from moesaic.loading import load_generation_config
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
+from moesaic.routing.install import OWN_BIAS
 from moesaic.training.folder import remove
 from moesaic.training.recipe import TrainRecipe
-from moesaic.training.start import DTYPES, Trainable
+from moesaic.training.start import DTYPES, Trainable, token_ids
 
 if TYPE_CHECKING:
     from moesaic.training.session import Session
 
-LAST_FILE = "config.json"  # without it a folder isn't a checkpoint
+LAST_FILE = CONFIG_FILE  # without it a folder isn't a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +88,17 @@ def write_result(run: "Session", tensors: Mapping[str, Tensor]) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     with explained(aside):
         aside.mkdir()
-    on_disk = revert_weight_conversion(trainable.model, dict(tensors))
+    on_disk = revert_weight_conversion(trainable.model, dict(tensors) | own_biases(trainable))
     digest = write_weights(on_disk, aside)
-    _write_config(trainable, aside)
-    sources = _write_side_files(run, aside)
-    with explained(aside):
-        (aside / "README.md").write_text(_card(run, on_disk), encoding="utf-8")
+    text = trainable.config.get_text_config()
+    ids = token_ids(recipe, text.to_dict(), run.tokenizer)
+    for key, value in ids.items():
+        setattr(text, key, value)
+    config = _write_config(run, aside)
+    sources = _write_side_files(run, aside, ids)
+    if differs := keep_ids(run.tokenizer, aside):
+        warn(differs)
+    write_card(aside, _card(run, on_disk) + needs(config))
     write_provenance(
         aside,
         verb="train",
@@ -99,7 +109,7 @@ def write_result(run: "Session", tensors: Mapping[str, Tensor]) -> None:
         extra={
             "steps": run.step,
             "tokens": run.tokens,
-            "routing": routing_record(trainable),
+            "routing": _record_beside(own_biases(trainable), trainable),
             **_experts(recipe, run.expansions),
         },
     )
@@ -107,11 +117,32 @@ def write_result(run: "Session", tensors: Mapping[str, Tensor]) -> None:
 
 
 def routing_record(trainable: Trainable) -> dict[str, Any] | None:
-    """What `load` reinstalls; nothing where the routers are as the checkpoint makes them."""
+    """What `load` reinstalls on a state of the run; nothing where the routers are as that makes them."""
     installation = trainable.installation
     if installation is None or (installation.config.rule is None and installation.selection_bias is None):
         return None
     return installation.to_record()
+
+
+def _record_beside(biases: Mapping[str, Tensor], trainable: Trainable) -> dict[str, Any] | None:
+    """The same of the finished checkpoint, whose own tensors may have the bias."""
+    record = routing_record(trainable)
+    if record is None or not biases:
+        return record
+    return None if record["rule"]["rule"] is None else record | {"selection_bias": None}
+
+
+def own_biases(trainable: Trainable) -> dict[str, Tensor]:
+    """The selection biases as tensors of the model, by name: in our architecture, where a run has them.
+
+    So every engine that runs the model's own code has them, and nothing that copies weights can lose them.
+    """
+    installation = trainable.installation
+    if installation is None or installation.selection_bias is None or our_base(trainable.config.model_type) is None:
+        return {}
+    rows = dict(zip(map(id, installation.routers), installation.selection_bias.cpu(), strict=True))
+    modules = trainable.model.named_modules()
+    return {f"{name}.{OWN_BIAS}": rows[id(module)] for name, module in modules if id(module) in rows}
 
 
 def _experts(recipe: TrainRecipe, expansions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -154,20 +185,28 @@ def write_weights(tensors: Mapping[str, Tensor], folder: Path, values: Callable[
         return writer.finish().weights_hash
 
 
-def _write_config(trainable: Trainable, folder: Path) -> None:
+def _write_config(run: "Session", folder: Path) -> dict[str, Any]:
+    """Write config.json, with all that the source's said, and the code of our architecture; returns what was written.
+
+    Training's own switches are not in it: `trainable.config` is not the config of the model that trains.
+    """
+    trainable, recipe = run.trainable, run.recipe
     config = trainable.config
-    config.dtype = DTYPES[trainable.recipe.precision]
+    config.dtype = DTYPES[recipe.precision]
     config.architectures = [type(trainable.model).__name__.removeprefix("FSDP")]
     if getattr(config, PREDICTION_KEY, None):
         setattr(config, PREDICTION_KEY, 0)  # transformers does not load such layers, so the result has none
     ours = our_base(config.model_type) is not None
     if ours:
-        for key, value in _inference_rule(trainable).items():
+        for key, value in (_inference_rule(trainable) | {"selection_bias": bool(own_biases(trainable))}).items():
             setattr(config, key, value)
-    with explained(folder):
-        config.save_pretrained(folder)
-        if ours:
+    source = open_checkpoint(recipe.model).config if isinstance(recipe.model, str) and not run.expansions else {}
+    written = with_source_keys(config.to_diff_dict(), source)
+    write_config(folder, written)
+    if ours:
+        with explained(folder):
             shutil.copyfile(modeling_file(), folder / modeling_file().name)
+    return written
 
 
 def _inference_rule(trainable: Trainable) -> dict[str, Any]:
@@ -181,7 +220,7 @@ def _inference_rule(trainable: Trainable) -> dict[str, Any]:
     return {"routing_rule": rule.rule} | {key: value for key, value in given.items() if value is not None}
 
 
-def _write_side_files(run: "Session", folder: Path) -> list[dict[str, Any]]:
+def _write_side_files(run: "Session", folder: Path, ids: Mapping[str, int | None]) -> list[dict[str, Any]]:
     """Copy what comes along from the source, write the tokenizer where it is another; return the sources' records."""
     recipe, records = run.recipe, []
     generation = GenerationConfig.from_model_config(run.trainable.config)
@@ -192,13 +231,23 @@ def _write_side_files(run: "Session", folder: Path) -> list[dict[str, Any]]:
         if recipe.tokenizer is None:
             copy_side_files(checkpoint, folder)
             return records
-        if (checkpoint.path / "generation_config.json").exists():
-            # Not the model's own, which a resumed or grown one may not have from there.
-            generation = GenerationConfig.from_pretrained(checkpoint.path)
+        # Not the model's own, which a resumed or grown one may not have from there.
+        generation = load_generation_config(checkpoint.path) or generation
+    for key, value in ids.items():
+        setattr(generation, key, value)
     with explained(folder):
         run.tokenizer.save_pretrained(folder)
-        generation.save_pretrained(folder)
+        _save_generation(generation, folder)
     return records
+
+
+def _save_generation(generation: GenerationConfig, folder: Path) -> None:
+    """Write generation_config.json; transformers reads settings that contradict each other, but does not write them."""
+    try:
+        generation.save_pretrained(folder)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:200]
+        warn(f"generation_config.json is left out: the source's cannot be written by transformers ({reason})")
 
 
 def _move(aside: Path, out: Path) -> None:

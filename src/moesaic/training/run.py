@@ -1,7 +1,5 @@
 """`train`: from a recipe to a checkpoint, in one go or in several."""
 
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,9 +24,8 @@ from moesaic.training.session import Session, begin, save
 from moesaic.training.start import DTYPES
 from moesaic.training.state import result_of
 from moesaic.training.step import run_step, validate, where_not_finite
-
-TERMINATED = 128 + signal.SIGTERM
-"""Exit status of a run that saved its state because of SIGTERM; not 0, because the run isn't over."""
+from moesaic.training.stop import Stop, stopping
+from moesaic.training.watch import RoutingWatch
 
 
 def train(
@@ -43,7 +40,8 @@ def train(
     """Train what a recipe says and leave a plain checkpoint in `out`.
 
     Under torchrun, every process calls this with the same arguments. The state of a run (`out/state`) is saved as
-    `recipe.checkpoint` says, at the end, and on SIGTERM, which then leaves with status 143.
+    `recipe.checkpoint` says, at the end, on SIGTERM, which then leaves with status 143, and on Ctrl-C, which then
+    raises KeyboardInterrupt; a second Ctrl-C raises it at once.
 
     Args:
         recipe: a YAML file, a name that `moesaic recipes list` shows, plain values, or a recipe that is loaded.
@@ -71,8 +69,8 @@ def train(
             world.barrier()
             run = begin(recipe, out, world, resume, quiet)
             try:
-                with termination_flag() as terminated:
-                    _loop(run, terminated)
+                with stopping(alone=world.size == 1, quiet=quiet) as stop:
+                    _loop(run, stop)
                 _finish(run, quiet)
             finally:
                 run.console.close()
@@ -87,29 +85,29 @@ def train(
     )
 
 
-def _loop(run: Session, terminated: threading.Event) -> None:
+def _loop(run: Session, stop: Stop) -> None:
     """Take the steps that are left."""
+    watch = RoutingWatch()
     if run.step == 0 and run.held_out:
         _validate(run)
     if run.must_expand:  # resumed just before
         _expand(run)
     for batches in _batches_ahead(run):
         with _last_good(run):
-            _step(run, batches)
+            _step(run, batches, watch)
             every = run.recipe.validation.every_steps
             run.validation = None
             if run.held_out and (run.step == run.steps or (every is not None and run.step % every == 0)):
                 _validate(run)
-            stop = run.world.any(terminated.is_set())
+            stopped = run.world.any(stop.by is not None)
             every = run.recipe.checkpoint.every_steps
             due = every is not None and run.step % every == 0
-            if stop or due or run.must_expand or run.step == run.steps:
+            if stopped or due or run.must_expand or run.step == run.steps:
                 save(run)
-        if stop and run.step < run.steps:
-            notice(
-                f"stopped by SIGTERM after step {run.step:,}; --resume goes on from there", quiet=not run.world.is_main
-            )
-            raise SystemExit(TERMINATED)
+        if stopped and run.step < run.steps:
+            said = f"stopped by {stop.name} after step {run.step:,}; --resume goes on from there"
+            notice(said, quiet=not run.world.is_main)
+            raise stop.leave()
         if run.must_expand:
             _expand(run)
 
@@ -148,17 +146,22 @@ def _last_good(run: Session) -> Iterator[None]:
         raise MoesaicError(f"step {step}: {error}; {good}") from error
 
 
-def _step(run: Session, batches: list[PackedBatch]) -> None:
+def _step(run: Session, batches: list[PackedBatch], watch: RoutingWatch) -> None:
     started = time.perf_counter()
     rate = learning_rate(run.step, run.steps, run.recipe.optimizer)
     result = run_step(run.trainable, batches, step=run.step, rate=rate, num_domains=len(run.data.domains))
     if not result.is_finite:
         place = where_not_finite(run.trainable, batches)
         raise MoesaicError(
-            f"loss {result.loss:.4g} and gradient norm {result.gradient_norm:.4g} are not both finite"
+            f"loss {result.loss or 0:.4g} and gradient norm {result.gradient_norm:.4g} are not both finite"
             f"{'' if place is None else f' ({place})'}; a lower optimizer.lr or more optimizer.warmup_steps may help"
         )
     run.step, run.last = run.step + 1, result
+    if result.loss is None:
+        run.pass_over()
+    if result.load is not None:
+        for finding in watch.look(result.load):
+            notice(f"step {run.step:,}: {finding}", quiet=run.quiet)
     timing = run.throughput.line(run.recipe.batch.tokens, time.perf_counter() - started)
     line = step_line(result, step=run.step, tokens=run.tokens, rate=rate, domains=run.data.domains, timing=timing)
     run.log.write(line)
@@ -185,17 +188,3 @@ def _finish(run: Session, quiet: bool) -> None:
         write_result(run, tensors)
         notice(f"wrote {run.out}", quiet=quiet)
     run.world.barrier()
-
-
-@contextmanager
-def termination_flag() -> Iterator[threading.Event]:
-    """Give an event that SIGTERM sets. In a thread other than the main one, which gets no signals, nothing sets it."""
-    flag = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield flag
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: flag.set())
-    try:
-        yield flag
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -1,19 +1,19 @@
 """A run between two steps: how it starts or goes on, what it has and has done, and how that is saved."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from moesaic.checkpoint.pio import explained
-from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.progress import notice
 from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.data.dataset import PackedDataset, ValidationSet, validation_sets
 from moesaic.data.packing import PackedBatch
 from moesaic.data.tokenise import prepare, refuse_untrainable
-from moesaic.loading import load_config, refuse_unknown_architecture
+from moesaic.data.vocabulary import within_vocabulary
+from moesaic.loading import load_config
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.training.folder import (
     RECIPE_FILE,
@@ -28,7 +28,15 @@ from moesaic.training.metrics import Console, MetricsLog, Throughput
 from moesaic.training.parallel import World
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.schedule import positions, refuse_long_warmup
-from moesaic.training.start import Start, Trainable, build_trainable, load_run_tokenizer, refuse_unknown_keys
+from moesaic.training.start import (
+    Start,
+    Trainable,
+    build_trainable,
+    check_start,
+    load_run_tokenizer,
+    refuse_unknown_keys,
+    warn_of_other_ids,
+)
 from moesaic.training.state import RunState, prune_states, read_run, remove_unfinished, restore, save_state
 from moesaic.training.step import StepResult
 
@@ -54,11 +62,14 @@ class Session:
     expansions: list[dict[str, Any]]
     """Records of the expansions done."""
     reset_step: int
-    """Steps done when the optimizer's moments were last put to zero."""
+    """Steps done that the optimizer's moments are not made of: those before they were last put to zero, and since then
+    those that moved nothing."""
     quiet: bool
     last: StepResult | None = None
     validation: dict[str, DomainLoss] | None = None
     """Measured after the last step done; `None` where it was not."""
+    passed_over: int = 0
+    """Steps of this call in which nothing was predicted."""
 
     @property
     def recipe(self) -> TrainRecipe:
@@ -86,6 +97,17 @@ class Session:
         done = len(self.expansions)
         return done < len(self.expansion_steps) and self.expansion_steps[done] == self.step
 
+    def pass_over(self) -> None:
+        """Count the step just done as one that moved nothing, and say so the first time."""
+        self.reset_step += 1
+        self.passed_over += 1
+        if self.passed_over == 1:
+            notice(
+                f"step {self.step:,}: every label is masked, so there is no loss and nothing moves; prompts may be as "
+                f"long as data.sequence_length ({self.recipe.data.sequence_length:,}), raise it",
+                quiet=self.quiet,
+            )
+
     def micro_batches(self, step: int) -> list[PackedBatch]:
         """This rank's part of the batch of a step (0-based)."""
         count, world = self.recipe.micro_steps, self.world
@@ -105,12 +127,14 @@ def begin(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: boo
     saved = _NEW if state is None else read_run(state)
     if state is not None:
         refuse_changes(saved.recipe, recipe_values(recipe))
-    if isinstance(recipe.model, str):
-        refuse_unknown_architecture(open_checkpoint(recipe.model).config, recipe.model)
-    elif state is None:
+    if state is None and not isinstance(recipe.model, str):
         refuse_unknown_keys(recipe.model)
+    vocabulary = check_start(recipe).get_text_config().vocab_size
     tokenizer = load_run_tokenizer(recipe)
+    if world.is_main:
+        warn_of_other_ids(recipe, tokenizer)
     prepared = world.from_local_main(lambda: prepare(recipe.data, tokenizer, quiet=quiet))
+    prepared = within_vocabulary(prepared, vocabulary)
     refuse_untrainable(prepared)
     data = PackedDataset(prepared, seed=recipe.seed, sequences_per_step=recipe.sequences_per_step)
     held_out = validation_sets(prepared)
@@ -124,7 +148,7 @@ def begin(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: boo
     model: Start = recipe.model
     if state is not None and saved.expansions:
         model = load_config(state / "model", str(state))
-    trainable = build_trainable(recipe, out, world, start=model, tokenizer=tokenizer, quiet=quiet)
+    trainable = build_trainable(recipe, out, world, start=model, quiet=quiet)
     check_expansions(trainable, done=len(saved.expansions))
     _tidy(out, recipe, world, fresh=state is None)
     if state is not None:
@@ -145,7 +169,7 @@ def begin(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: boo
         expansions=list(saved.expansions),
         reset_step=saved.reset_step,
         quiet=quiet,
-        validation=saved.measured,
+        validation=saved.validation,
     )
 
 
@@ -177,7 +201,7 @@ def save(run: Session) -> None:
     state = RunState(
         step=run.step,
         metrics_bytes=run.log.sync(),
-        validation=None if run.validation is None else {name: asdict(loss) for name, loss in run.validation.items()},
+        validation=run.validation,
         recipe=recipe_values(run.recipe),
         data=run.data.cache_names,
         held_out=[name for held_out in run.held_out for name in held_out.cache_names],

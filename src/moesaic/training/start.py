@@ -1,14 +1,13 @@
 """What a run starts from: the model, loaded or drawn, its rule, its tokenizer, fp32 masters and the optimizer."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -22,14 +21,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError, suggest
-from moesaic.common.progress import no_library_bars, notice
+from moesaic.common.progress import no_library_bars, notice, warn
 from moesaic.data.packing import keeps_documents_apart
-from moesaic.loading import load, load_config, load_tokenizer
+from moesaic.data.tokenise import Encoder
+from moesaic.families.config_values import refuse_giant
+from moesaic.families.family import our_base
+from moesaic.loading import explained_errors, load, load_config, load_tokenizer, refuse_unknown_architecture
 from moesaic.routing.capture import find_blocks
 from moesaic.routing.gradient import RouterChoices, gradient_warning
-from moesaic.routing.install import Installation, find_installation, install
+from moesaic.routing.install import Installation, find_installation, install, take_own_biases
 from moesaic.routing.restrict import INSTALLED
 from moesaic.routing.rules import OnePerGroup
+from moesaic.training.fit import needs_routers, refuse_misfit
 from moesaic.training.optimizer import MasterWeights, build_optimizer, describe_trainable, freeze
 from moesaic.training.parallel import World, distributed_config, reshard, whole
 from moesaic.training.recipe import Precision, ScratchModel, TrainRecipe, scratch_config
@@ -42,14 +45,11 @@ Start = str | Path | ScratchModel | PreTrainedConfig
 _UNDECLARED = {"head_dim", "partial_rotary_factor", "sliding_window_pattern", "mlp_bias"}
 """What several families, or our experts (`mlp_bias`), read though the configuration's class does not declare it."""
 
+TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""What a config and a generation_config say of the tokenizer."""
+
 _REASON = 200
 """Characters of another library's error that are shown."""
-
-_MISTAKES = (
-    *(StrictDataclassError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
-    *(AssertionError, RuntimeError),
-)
-"""What transformers and torch raise for a value that makes no model, sooner or later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +73,11 @@ class Trainable:
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in parameters}
 
 
-def build_trainable(
-    recipe: TrainRecipe, out: Path, world: World, *, start: Start, tokenizer: PreTrainedTokenizerBase, quiet: bool
-) -> Trainable:
+def build_trainable(recipe: TrainRecipe, out: Path, world: World, *, start: Start, quiet: bool) -> Trainable:
     """Load or make what a run of `recipe` trains; new weights that several ranks share pass through `out`.
 
     Raises: `MoesaicError` for a checkpoint that can't be read, a configuration that makes no model, a rule or a loss
-    that needs routers where the model has none, a tokenizer that is too large.
+    that needs routers where the model has none.
     """
     if isinstance(start, (str, Path)):
         config = load_config(open_checkpoint(start).path, str(start))
@@ -87,7 +85,8 @@ def build_trainable(
     else:
         config = make_config(start) if isinstance(start, ScratchModel) else start
         model = _from_scratch(recipe, config, out, world)
-    model.config.use_cache = False
+    if our_base(config.model_type) is not None:
+        config.selection_bias = False  # while it trains, the bias is the installation's
     with makes_a_model(start.family) if isinstance(start, ScratchModel) else nullcontext():
         _refuse_leaking_documents(model)
     installation = _install(model, recipe)
@@ -98,7 +97,6 @@ def build_trainable(
     if recipe.compile:
         for layer in model.base_model.layers:  # pyright: ignore[reportGeneralTypeIssues]
             layer.compile()
-    _refuse_larger_vocabulary(tokenizer, config.get_text_config().vocab_size)
     freeze(model.train(), recipe.optimizer.frozen)
     notice(describe_trainable(model), quiet=quiet)
     copies = DTYPES[recipe.precision] if recipe.precision != "fp32" and world.size == 1 else None
@@ -152,14 +150,16 @@ def _install(model: PreTrainedModel, recipe: TrainRecipe) -> Installation | None
     if rule.rule is None and earlier is not None and earlier.config.rule not in (None, "document_pool"):
         rule = earlier.config  # what the model was trained to do at inference holds on
     bias: Tensor | bool | None = earlier.selection_bias if earlier is not None else None
+    if (own := take_own_biases(model)) is not None:
+        model.config.selection_bias = False  # pyright: ignore[reportAttributeAccessIssue]
+        bias = own if bias is None else bias
     losses = recipe.losses
     if losses.bias_balancing is not None and bias is None:
         bias = True
-    needed = recipe.routing.rule is not None or bias is not None or losses.balance is not None or losses.router_z > 0
     try:
         return install(model, rule, selection_bias=bias)
     except MoesaicError:
-        if needed:
+        if bias is not None or needs_routers(recipe):
             raise
         return None
 
@@ -194,21 +194,44 @@ def _all_equal(values_EXX: Tensor) -> bool:
     return bool((values_EXX == values_EXX[:1]).all())
 
 
+# --- before there are weights -----------------------------------------------------------------------------------------
+
+
+def check_start(recipe: TrainRecipe) -> PreTrainedConfig:
+    """Refuse what does not fit the model that a recipe starts from, without weights and data; return its config."""
+    if isinstance(recipe.model, str):
+        checkpoint = open_checkpoint(recipe.model)
+        refuse_unknown_architecture(checkpoint.config, recipe.model)
+        config = load_config(checkpoint.path, recipe.model)
+    else:
+        config = make_config(recipe.model)
+    refuse_misfit(recipe, config.get_text_config().to_dict())
+    return config
+
+
+def check_dry(recipe: TrainRecipe) -> None:
+    """`check_start`, and what making a model and loading a tokenizer that is here would refuse."""
+    if isinstance(recipe.model, ScratchModel):
+        refuse_unknown_keys(recipe.model)
+    config = check_start(recipe)
+    if isinstance(recipe.model, ScratchModel):
+        with torch.device("meta"), makes_a_model(recipe.model.family):
+            AutoModelForCausalLM.from_config(config)
+    here = recipe.model if recipe.tokenizer is None else recipe.tokenizer
+    if Path(str(here)).is_dir():
+        tokenizer = load_run_tokenizer(recipe)
+        warn_of_other_ids(recipe, tokenizer)
+        Encoder(tokenizer)
+
+
 # --- models from random weights ---------------------------------------------------------------------------------------
 
 
 @contextmanager
 def makes_a_model(family: str) -> Iterator[None]:
     """Turn what is raised for a wrong value in a recipe's configuration into a `MoesaicError` of one line."""
-    try:
+    with explained_errors(f"model.config: makes no {family} model"):
         yield
-    except (MoesaicError, torch.OutOfMemoryError):
-        raise
-    except _MISTAKES as error:
-        reason = " ".join(str(error).split())[:_REASON]
-        raise MoesaicError(
-            f"model.config: makes no {family} model ({type(error).__name__}: {reason}); correct it"
-        ) from error
 
 
 def make_config(scratch: ScratchModel) -> PreTrainedConfig:
@@ -216,11 +239,13 @@ def make_config(scratch: ScratchModel) -> PreTrainedConfig:
 
     Raises: `MoesaicError` for a family that is unknown, or a value that its class does not take.
     """
-    values: dict[str, Any] = scratch_config(scratch)
+    # A family's own padding id is a token of another tokenizer: its row would be zero and never learn.
+    values: dict[str, Any] = {"pad_token_id": None} | scratch_config(scratch)
     model_type = values.pop("model_type")
     if model_type not in CONFIG_MAPPING:
         hint = suggest(scratch.family, CONFIG_MAPPING)
         raise MoesaicError(f"model.family: {scratch.family} is no model type of transformers; {hint}")
+    refuse_giant(values, "model.config")
     with makes_a_model(scratch.family):
         return AutoConfig.for_model(model_type, **values)
 
@@ -260,15 +285,40 @@ def load_run_tokenizer(recipe: TrainRecipe) -> PreTrainedTokenizerBase:
         source = {"pretrained_model_name_or_path": name, "revision": revision or "main"}
     try:
         return AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().partition("\n")[0]
+    except Exception as error:  # the tokenizers package raises bare ones
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise MoesaicError(f"tokenizer: {recipe.tokenizer}: cannot be loaded ({reason})") from error
 
 
-def _refuse_larger_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding for."""
-    if len(tokenizer) > vocab_size:
-        raise MoesaicError(
-            f"tokenizer: has {len(tokenizer):,} tokens, but the model's vocab_size is {vocab_size:,}; "
-            "use the tokenizer that belongs to the model"
-        )
+def token_ids(recipe: TrainRecipe, config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Which tokens begin, end and pad a text: keys of a config whose value is to be the tokenizer's.
+
+    None of a model with its own tokenizer. Of a model from scratch those that the recipe leaves out or says otherwise;
+    of a model with another tokenizer than its own all, where a text does not end as the documents of the run do.
+
+    Args:
+        recipe: what is trained.
+        config: the model's (text) config.
+        tokenizer: the run's.
+    """
+    if recipe.tokenizer is None:
+        return {}
+    own = {key: getattr(tokenizer, key) for key in TOKEN_KEYS}
+    if isinstance(recipe.model, ScratchModel):
+        given = recipe.model.config
+        return {key: value for key, value in own.items() if key not in given or not _says(given[key], value)}
+    return {} if _says(config.get("eos_token_id"), own["eos_token_id"]) else own
+
+
+def _says(given: Any, token: int | None) -> bool:
+    """Whether what a config gives, an id or several, has the tokenizer's; it may have what the tokenizer has not."""
+    return token is None or token == given or (isinstance(given, list | tuple) and token in given)
+
+
+def warn_of_other_ids(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Say which ids of a recipe's `model.config` are not those of its tokenizer, and so not those of the result."""
+    if isinstance(recipe.model, ScratchModel):
+        given = recipe.model.config
+        for key, value in token_ids(recipe, given, tokenizer).items():
+            if key in given:
+                warn(f"model.config.{key}: is {given[key]}, but the tokenizer's is {value}, which the result says")

@@ -27,9 +27,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from moesaic.checkpoint.headers import load_json
+from moesaic.checkpoint.headers import load_json, read_header
 from moesaic.checkpoint.pio import explained, sync_path
 from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import Count, load_document
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.training.folder import RUN_FILE, UNFINISHED, list_states
 from moesaic.training.optimizer import MOMENTS, kept_in_fp32
@@ -37,17 +38,18 @@ from moesaic.training.parallel import World, whole
 from moesaic.training.start import Trainable
 
 _FILE_BYTES = 64 << 20
+_BEFORE = "remove the folder of this state to go on from the one before"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """What run.json holds: where a run stands after `step` steps."""
 
-    step: int
+    step: Count
     """Optimizer steps done."""
-    metrics_bytes: int
+    metrics_bytes: Count
     """Length of metrics.jsonl at that moment."""
-    validation: dict[str, dict[str, Any]] | None
+    validation: dict[str, DomainLoss] | None
     """Losses of the held-out sets by domain, if they were measured after this very step."""
     recipe: dict[str, Any]
     """The resolved recipe as plain values."""
@@ -57,8 +59,8 @@ class RunState:
     """The same of the held-out sources, set by set; `None` in states of earlier versions."""
     expansions: list[dict[str, Any]] = field(default_factory=list)
     """What was recorded of each expansion that the model has gone through."""
-    reset_step: int = 0
-    """Steps done when the moments of AdamW were last put to zero."""
+    reset_step: Count = 0
+    """Steps done that the moments of AdamW are not made of."""
 
     @property
     def name(self) -> str:
@@ -67,25 +69,16 @@ class RunState:
         return f"step-{self.step:08d}{'-expanded' if expanded else ''}"
 
     @property
-    def measured(self) -> dict[str, DomainLoss] | None:
-        """`validation` as it was measured."""
-        if self.validation is None:
-            return None
-        return {domain: DomainLoss(**values) for domain, values in self.validation.items()}
-
-    @property
     def mean_loss(self) -> float | None:
         """Mean over the held-out sets."""
-        losses = [values["loss"] for values in (self.validation or {}).values()]
+        losses = [measured.loss for measured in (self.validation or {}).values()]
         return sum(losses) / len(losses) if losses else None
 
 
 def read_run(state: Path) -> RunState:
     """What run.json of a state says."""
-    try:
-        return RunState(**load_json(state / RUN_FILE))
-    except TypeError as error:
-        raise MoesaicError(f"{state / RUN_FILE}: written by another version of moesaic: {error}") from error
+    file = state / RUN_FILE
+    return load_document(RunState, load_json(file), str(file), way_out=_BEFORE)
 
 
 def save_state(folder: Path, run: RunState, trainable: Trainable) -> None:
@@ -162,14 +155,36 @@ def _files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 @torch.no_grad()
 def read_tensors(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
-    """Read tensors by name from the safetensors files of a folder into what is there, each rank its shards."""
+    """Read tensors by name from the safetensors files of a folder into what is there, each rank its shards.
+
+    Raises:
+        MoesaicError: a file that is damaged, or lacks one of the tensors.
+    """
+    _refuse_damaged(tensors, folder)
     chunks = {name: _contiguous(tensor) for name, tensor in tensors.items()}
-    with _one_process_is_meant():
-        load(chunks, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=world.size == 1)
+    try:
+        with _one_process_is_meant():
+            load(chunks, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=world.size == 1)
+    except CheckpointException as error:  # no subclass of Exception, and what happened is inside
+        failure = next(failure for failure, _ in error.failures.values())
+        reason = " ".join(str(failure).split())[:300]
+        raise MoesaicError(f"{folder}: cannot be read ({type(failure).__name__}: {reason}); {_BEFORE}") from error
     for name, tensor in tensors.items():
         chunk = chunks[name]
         if isinstance(tensor, DTensor) and isinstance(chunk, DTensor):
             tensor.to_local().copy_(chunk.redistribute(placements=tensor.placements).to_local())
+
+
+def _refuse_damaged(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Look at all headers first: torch prints tracebacks."""
+    held: set[str] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            held |= read_header(file).keys()
+        except MoesaicError as error:
+            raise MoesaicError(f"{str(error).rpartition(';')[0] or error}; {_BEFORE}") from error
+    if missing := sorted(tensors.keys() - held):
+        raise MoesaicError(f"{folder}: has no tensor {missing[0]!r}; {_BEFORE}")
 
 
 def _contiguous(tensor: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ from moesaic.training.start import Trainable
 class StepResult:
     """Means over all tokens of a step, over all ranks; losses are in nats and before their coefficients."""
 
-    loss: float
+    loss: float | None
+    """`None` where nothing is predicted: every label is masked. Such a step moves nothing."""
     domain_losses: tuple[float, ...]
     """Per domain of the data; NaN where the step had none of it."""
     tokens: int
@@ -41,8 +42,8 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the step may be taken."""
-        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+        """Whether a run may go on after it."""
+        return math.isfinite(self.loss or 0.0) and math.isfinite(self.gradient_norm)
 
 
 @dataclass(kw_only=True)
@@ -53,7 +54,7 @@ class _Step:
     micro_steps: int
     """Those that are not all padding on every rank."""
     targets: int
-    """Predicted tokens of all ranks and micro-steps."""
+    """Predicted tokens of all ranks and micro-steps; 0 where every label is masked."""
     tokens: int
     """Tokens of all ranks and micro-steps that are not padding."""
     losses_D: Tensor
@@ -68,7 +69,10 @@ class _Step:
 def run_step(
     trainable: Trainable, batches: list[PackedBatch], *, step: int, rate: float, num_domains: int
 ) -> StepResult:
-    """Forward, backward and update for one step of this rank's micro-batches; a step that isn't finite moves nothing.
+    """Forward, backward and update for one step of this rank's micro-batches; it moves nothing where it isn't finite.
+
+    Neither does a step in which every label is masked: its gradients would be those of the other losses alone, and
+    weight decay needs none.
 
     Cross-entropy and z-losses are sums over this rank divided by the counts of the whole step, so they don't depend on
     how a batch is cut into ranks and micro-steps. Ranks average their gradients (FSDP), so each scales its part by
@@ -83,7 +87,7 @@ def run_step(
     for batch in batches:
         _micro_step(trainable, batch.to(world.device), state)
     result = _finish(trainable, state)
-    if result.is_finite:
+    if result.is_finite and result.loss is not None:
         _update(trainable, result, rate)
     trainable.optimizer.zero_grad(set_to_none=True)
     return result
@@ -98,7 +102,7 @@ def _begin(trainable: Trainable, batches: list[PackedBatch], step: int, num_doma
     return _Step(
         step=step,
         micro_steps=max(1, sum(count > 0 for count in tokens)),
-        targets=max(1, targets),
+        targets=targets,
         tokens=max(1, sum(tokens)),
         losses_D=losses_D,
         targets_D=targets_D,
@@ -131,7 +135,9 @@ def seed_dropout(trainable: Trainable, step: int) -> None:
 
 def batch_losses(model: PreTrainedModel, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Run the model on a batch; return -log p, log-partition (see `token_losses`) and label of each token."""
-    output = model(input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False)
+    # What a config asks for on top, the recipe's losses have no use for.
+    flags = {"output_router_logits": False} if getattr(model.config, "output_router_logits", False) else {}
+    output = model(input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False, **flags)
     # The labels move and not the logits: a slice of those would be a copy of the largest tensor of a step.
     labels_BS = torch.full_like(batch.labels_BS, IGNORED)
     labels_BS[:, :-1] = batch.labels_BS[:, 1:]
@@ -171,10 +177,10 @@ def _language_loss(trainable: Trainable, batch: PackedBatch, state: _Step) -> Te
     domains_T = batch.domain_ids_BS.flatten().clamp_min(0)
     state.losses_D.index_add_(0, domains_T, losses_T.detach().double())
     state.targets_D.index_add_(0, domains_T, (labels_T != IGNORED).double())
-    loss = losses_T.sum() / state.targets
+    loss = losses_T.sum() / max(1, state.targets)
     coefficient = trainable.recipe.losses.lm_z
     if coefficient > 0:
-        lm_z = partition_T.square().sum() / state.targets
+        lm_z = partition_T.square().sum() / max(1, state.targets)
         state.terms[2] += lm_z.detach()
         loss = loss + coefficient * lm_z
     return loss
@@ -206,7 +212,7 @@ def _finish(trainable: Trainable, state: _Step) -> StepResult:
     message = world.sum(torch.cat([state.losses_D, state.targets_D, state.terms])).tolist()
     per_domain, counts, terms = message[:num_domains], message[num_domains : 2 * num_domains], message[-3:]
     return StepResult(
-        loss=sum(per_domain) / state.targets,
+        loss=sum(per_domain) / state.targets if state.targets else None,
         domain_losses=tuple(
             loss / count if count else math.nan for loss, count in zip(per_domain, counts, strict=True)
         ),

@@ -270,5 +270,7 @@ def _meta_model(config: str) -> Any:
     """The base's class without memory for its parameters."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.device("meta"):
+    from moesaic.loading import explained_errors
+
+    with torch.device("meta"), explained_errors("config.json of the base: transformers cannot use a value in it"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(config)))

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from moesaic.checkpoint.config_file import ROPE_KEYS, rope_parameters
 from moesaic.checkpoint.headers import TensorInfo, load_json
 from moesaic.checkpoint.source import Checkpoint, file_inside, open_checkpoint
 from moesaic.checkpoint.writer import Layout, OutputTensor, parse_size, plan_files
@@ -222,8 +223,6 @@ _MEANINGLESS = frozenset(
 _BASE_WINS = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that may differ: the result takes the base's, and that is said."""
 
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_local_base_freq", "rope_parameters")
-
 
 def compare(base: DenseModel, specialist: DenseModel, name: str) -> list[str]:
     """Return one sentence for each difference that is allowed.
@@ -263,7 +262,7 @@ def compare(base: DenseModel, specialist: DenseModel, name: str) -> list[str]:
 
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that matter, the many spellings of the same rope made one, derived sizes written out."""
-    kept = {key: value for key, value in config.items() if key not in _MEANINGLESS and key not in _ROPE_KEYS}
+    kept = {key: value for key, value in config.items() if key not in _MEANINGLESS and key not in ROPE_KEYS}
     heads = int(config["num_attention_heads"])
     kept["num_key_value_heads"] = config.get("num_key_value_heads") or heads
     kept["head_dim"] = config.get("head_dim") or int(config["hidden_size"]) // heads
@@ -272,14 +271,7 @@ def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Rope as one flat dict, from transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`)."""
-    parameters = config.get("rope_parameters")
-    if parameters is None:
-        scaling = dict(config.get("rope_scaling") or {})
-        scaling.setdefault("rope_type", scaling.pop("type", "default"))
-        parameters = scaling | ({"rope_theta": config["rope_theta"]} if config.get("rope_theta") is not None else {})
-        if config.get("rope_local_base_freq") is not None:
-            local = {"rope_type": "default", "rope_theta": config["rope_local_base_freq"]}
-            parameters = {"full_attention": parameters, "sliding_attention": local}
+    parameters = rope_parameters(config)
     flat: dict[str, Any] = {}
     for key, value in parameters.items():
         flat |= {f"{key} {inner}": item for inner, item in value.items()} if isinstance(value, dict) else {key: value}

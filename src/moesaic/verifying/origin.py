@@ -72,18 +72,24 @@ def read_origin(source: DenseModel, target: Checkpoint) -> Origin:
     shards = int(config["intermediate_size"]) // int(config["moe_intermediate_size"])
     moe_layers = tuple(int(layer) for layer in config["moe_layers"])
     record = read_provenance(target.path)
-    if record is None or record["verb"] != "upcycle":
+    if record is None or record.get("verb") != "upcycle":
         text = (
             f"{target.name} has no {PROVENANCE_FILE}, so how it was made is not known; the figures are measured"
             if record is None
-            else f"`{record['verb']}` has changed the weights since they were upcycled; the figures are measured"
+            else f"`{record.get('verb')}` has changed the weights since they were upcycled; the figures are measured"
         )
         return Origin(code="none", text=text, made=_from_config(config), shards=shards, moe_layers=moe_layers)
-    recipe = load_recipe(UpcycleRecipe, record["recipe"])
+    where = f"{target.path / PROVENANCE_FILE}"
+    recipe = load_recipe(UpcycleRecipe, record.get("recipe", {}), name=f"{where}: recipe")
+    sources = record.get("sources", [])
+    if len(sources) != 1 + len(recipe.specialists):
+        raise MoesaicError(
+            f"{where}: sources has {len(sources)} entries, for a base and {len(recipe.specialists)} more"
+        )
     spec = choose(recipe, hidden=source.hidden, intermediate=source.intermediate, biases=source.ffn_bias).layer
     if config.get("routed_scaling_factor", 1.0) != spec.factors.weights:  # written before the config had that key
         spec = replace(spec, factors=spec.factors.folded, exact_factors=spec.exact_factors.folded)
-    hashes = [entry.get("weights_hash") for entry in record["sources"]]
+    hashes = [entry.get("weights_hash") for entry in sources]
     identical = None not in hashes and len(set(hashes)) == 1
     promise = statement(spec, identical=identical)
     return Origin(
@@ -95,7 +101,7 @@ def read_origin(source: DenseModel, target: Checkpoint) -> Origin:
         spec=spec,
         identical=identical,
         base_hash=hashes[0],
-        specialists=tuple(zip((one.path for one in recipe.specialists), record["sources"][1:], strict=True)),
+        specialists=tuple(zip((one.path for one in recipe.specialists), sources[1:], strict=True)),
     )
 
 
@@ -216,4 +222,4 @@ def _has_recorded_weights(specialist: DenseModel, record: Mapping[str, Any], moe
     if record.get("used_tensors") != len(used):
         return True
     hashes = scan(used.values(), 1, allow_nonfinite=True)
-    return weights_hash((i.name, i.dtype, i.shape, hashes[i.name]) for i in used.values()) == record["used_hash"]
+    return weights_hash((i.name, i.dtype, i.shape, hashes[i.name]) for i in used.values()) == record.get("used_hash")

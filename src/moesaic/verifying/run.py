@@ -144,7 +144,7 @@ def _measure_layers(
 ) -> list[LayerMeasure]:
     groups = None if origin.spec is None or origin.spec.groups is None else torch.tensor(origin.spec.groups)
     identity, factor = _identity(origin, specialists)
-    blocks = decoder_layers(model)
+    blocks: Any = decoder_layers(model)
     views = (view_layer(blocks[layer].mlp, layer, dense) for layer in origin.moe_layers)
     return [
         measure_layer(
@@ -234,7 +234,7 @@ def _verify_expanded(
         raise MoesaicError(
             f"{after.name}: has another vocabulary than {before.name}; give the checkpoint that was expanded"
         )
-    notes = other_weights(before, record["sources"][0].get("weights_hash"), quiet=quiet)
+    notes = other_weights(before, (record.get("sources") or [{}])[0].get("weights_hash"), quiet=quiet)
     tokens_BL, described = tokens_for(before, after, recipe.text, vocab=int(before.config["vocab_size"]))
     with progress(2 * tokens_BL.numel(), unit="tokens", label="verifying", quiet=quiet) as tick:
         model = load(before.path, device=recipe.device, dtype=recipe.dtype or "float32")

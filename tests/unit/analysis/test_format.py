@@ -57,7 +57,7 @@ def test_broken_unicode_survives(tmp_path: Path):
         ("reader.npz", b"no zip at all", "damaged"),
         ("documents.json", b'{"documents": []}', "belongs to another inspection"),
         ("experts.json", b'{"experts": [{"layer": 1}]}', "experts.0.expert: this key is required"),
-        ("reader.json", b'{"documents": []}', "expected documents, sampled and strings"),
+        ("reader.json", b'{"documents": []}', "sampled: this key is required and missing"),
     ],
 )
 def test_a_damaged_file_is_one_line_with_its_name(tmp_path: Path, file: str, content: bytes, message: str):

@@ -190,12 +190,14 @@ def test_headers_alone_import_next_to_nothing() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"experts": None}, "experts.original must be a list"),
-        ({"experts": {"original": 5}}, "experts.original must be a list"),
-        ({"routing": 5}, "routing must have a rule"),
-        ({"routing": {}}, "routing must have a rule"),
-        ({"routing": {"rule": {}, "selection_bias": [[0.0], [0.0, 1.0]]}}, "selection_bias must be a list of numbers"),
-        ({"routing": {"rule": {}, "selection_bias": [["a"]]}}, "selection_bias must be a list of numbers"),
+        ({"experts": None}, "experts: expected keys and values"),
+        ({"experts": {"original": 5}}, "experts.original: expected a list, got 5"),
+        ({"experts": {"original": [[-1]]}}, "experts.original.0.0: must be at least 0, got -1"),
+        ({"routing": 5}, r"routing: expected keys and values \(rule, selection_bias\), got 5"),
+        ({"routing": {}}, "routing.rule: this key is required and missing"),
+        ({"routing": {"rule": {}, "selection_bias": [[0.0], [0.0, 1.0]]}}, "selection_bias: has rows of different len"),
+        ({"routing": {"rule": {}, "selection_bias": [["a"]]}}, "selection_bias.0.0: expected a finite number, got 'a'"),
+        ({"lineage": [{"ids": []}]}, "lineage.0.model: this key is required and missing"),
     ],
 )
 def test_a_record_of_other_kinds_is_refused(tmp_path: Path, values: dict[str, object], message: str) -> None:

@@ -193,7 +193,7 @@ def test_what_is_no_utf8_or_no_file_name_is_said_so(tmp_path: Path) -> None:
     (folder / INDEX).write_bytes(b"\xff\xfe{}")
     refused(folder, INDEX, "not UTF-8 (byte 0)")
     (folder / INDEX).write_text('{"weight_map": {"a": 1}}')
-    refused(folder, INDEX, "puts tensor 'a' into 1, which is not a file name")
+    refused(folder, INDEX, "weight_map.a: expected text, got 1")
     (folder / "config.json").write_bytes(b'{"a": "\xe9"}')
     refused(folder, "config.json", "not UTF-8 (byte 7)")
 

@@ -279,7 +279,7 @@ def test_plain_data_survives_yaml(value):
     assert repr(back) == repr(value)  # 1, 1.0 and true are equal to Python
 
 
-@given(st.floats(allow_nan=False, allow_infinity=False), st.text(), st.integers())
+@given(st.floats(allow_nan=False, allow_infinity=False), st.text(), st.integers(-(1 << 64) + 1, (1 << 64) - 1))
 def test_typed_values_survive_yaml(weight, domain, seed):
     source = Source(path=Path("a"), domain=domain, weight=weight)
     data = Data(sequence_length=1, sources=(source,))

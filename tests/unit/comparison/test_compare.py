@@ -91,6 +91,7 @@ def test_the_best_is_marked_in_every_format(tmp_path: Path):
 
 def _text_task(bits: float) -> dict[str, Any]:
     numbers = {"bits_per_byte": bits, "bits_per_byte_error": 0.01, "loss": bits, "standard_error": 0.01, "documents": 3}
+    numbers |= {"perplexity": 9.0, "tokens": 60}
     return task(bits, title="bits per byte", higher_is_better=False, text={"all": numbers, "domains": {}})
 
 
@@ -198,7 +199,8 @@ def test_a_domain_called_mean_is_beside_the_mean_over_domains(tmp_path: Path):
 
 
 def test_loss_jump_at_an_expansion(tmp_path: Path):
-    losses = {"before": {"loss": 2.0}, "after": {"loss": 2.25}, "jump": {"value": 0.25, "low": 0.2, "high": 0.3}}
+    held_out = {"loss": 2.0, "standard_error": 0.1, "documents": 10, "tokens": 100}
+    losses = {"before": held_out, "after": held_out | {"loss": 2.25}, "jump": {"value": 0.25, "low": 0.2, "high": 0.3}}
     line = {
         "kind": "expansion",
         "step": 4,
@@ -312,7 +314,7 @@ def test_an_average_with_bits_per_byte_in_it_is_left_out(tmp_path: Path):
 
 def test_losses_that_were_no_numbers_have_no_column(tmp_path: Path):
     text = _text_task(1.2)
-    nothing = dict.fromkeys(text["text"]["all"]) | {"documents": 3}
+    nothing = dict.fromkeys(text["text"]["all"]) | {"documents": 3, "tokens": 60}
     text["text"]["domains"] = {"odd": nothing}
     cells = _cells(compare([str(results(tmp_path / "a.json", {"perplexity": text}))]), "Scores")["a"]
     assert set(cells) == {"bpb all", "text loss all"}

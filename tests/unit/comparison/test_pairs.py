@@ -21,7 +21,15 @@ def _answers(scores: list[float], digest: str = "d", **more: Any) -> dict[str, A
 def _text(losses: list[float], digest: str = "d") -> dict[str, Any]:
     tokens, sizes = [10, 20, 30, 40], [40, 70, 90, 200]
     loss, bits = sum(losses) / sum(tokens), sum(losses) / sum(sizes) / math.log(2)
-    part = {"loss": loss, "standard_error": 0.3, "bits_per_byte": bits, "bits_per_byte_error": 0.1, "documents": 4}
+    part = {
+        "loss": loss,
+        "standard_error": 0.3,
+        "bits_per_byte": bits,
+        "bits_per_byte_error": 0.1,
+        "documents": 4,
+        "perplexity": 9.0,
+        "tokens": 40,
+    }
     rows = {"hash": digest, "domains": ["a"] * 4, "losses": losses, "tokens": tokens, "bytes": sizes}
     return task(bits, 0.1, samples=4, metric="bits_per_byte", text={"all": part, "domains": {"a": part}}, rows=rows)
 
@@ -101,7 +109,7 @@ def test_files_of_one_model_are_one_row(tmp_path: Path):
 def test_a_subset_is_another_model_and_a_task_twice_is_seeds(tmp_path: Path):
     full, cut = tmp_path / "full.json", tmp_path / "cut.json"
     results(full, {"arc_easy": task(0.5)})
-    results(cut, {"piqa": task(0.4, title="PIQA", selection={"kept": 2, "hash": "h"})})
+    results(cut, {"piqa": task(0.4, title="PIQA", selection={"kept": 2, "of": 8, "hash": "h"})})
     assert len(compare(runs=(str(full), str(cut))).tables[0].rows) == 2
     results(tmp_path / "again.json", {"arc_easy": task(0.6)})
     rows = compare(runs=(f"m={full}", f"m={tmp_path / 'again.json'}")).tables[0].rows

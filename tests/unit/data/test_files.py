@@ -2,6 +2,8 @@ import gzip
 import json
 import os
 import sys
+import tracemalloc
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -9,6 +11,7 @@ import pytest
 import zstandard
 
 from moesaic.common.errors import MoesaicError
+from moesaic.data import files as reading
 from moesaic.data.files import READ_CHUNK, DataFile, find_files, hash_files, read_records
 from moesaic.data.recipe import SourceRecipe
 
@@ -161,3 +164,29 @@ def test_a_missing_package_is_one_line(tmp_path, monkeypatch, module, name):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MoesaicError, match=rf"{name}: .* need {module}; pip install 'moesaic\[train\]'"):
         read(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.txt.gz"])
+def test_a_document_without_an_end_is_one_line_in_little_memory(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(reading, "MOST_BYTES", 1 << 22)
+    content = b'{"text": "first"}\n' + b"a" * (1 << 25)
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(Path(name).suffix, bytes)
+    (tmp_path / name).write_bytes(pack(content))
+    del content
+    (file,) = find_files(SourceRecipe(path=str(tmp_path / name), domain="d"))
+    tracemalloc.start()
+    with pytest.raises(MoesaicError, match="the document has more than 4 MiB; cut it") as caught:
+        list(read_records(file, ("text",), lambda _amount: None))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    place = f"{tmp_path / name}:2" if "jsonl" in name else str(tmp_path / name)
+    assert str(caught.value).startswith(f"{place}: ")
+    assert peak < 25 << 20  # far less than the 32 MiB of the line
+
+
+def test_lines_of_any_number_take_little_memory(tmp_path):
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(b"\n" * (1 << 20) + b'{"text": "last"}'))
+    (found,) = find_files(SourceRecipe(path=str(file), domain="d"))
+    (record,) = read_records(found, ("text",), lambda _amount: None)
+    assert record.where == f"{file}:{(1 << 20) + 1}"

@@ -55,3 +55,28 @@ def test_mistakes_name_the_key(change, message):
 def test_the_recipe_needs_no_torch():
     code = "import sys, moesaic.data.recipe; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "domain"),
+    [
+        ("in/math.jsonl", "math"),
+        ("math.valid.jsonl.zst", "math"),
+        ("corpus/code/", "code"),
+        ("hf://org/wiki@main:en:train", "wiki"),
+    ],
+)
+def test_a_domain_that_is_left_out_is_the_name_up_to_the_first_dot(path, domain):
+    recipe = DataRecipe(sequence_length=8, sources=(SourceRecipe(path=path),), validation=(SourceRecipe(path=path),))
+    assert recipe.domains == (domain,)
+    assert recipe.sources[0].domain == recipe.validation[0].domain == domain
+
+
+def test_two_sources_do_not_share_a_domain_that_nobody_named():
+    sources = SourceRecipe(path="a/train.jsonl"), SourceRecipe(path="b/train.jsonl")
+    with pytest.raises(MoesaicError, match=r"sources.1.domain is left out, and train is another one's; give it a name"):
+        DataRecipe(sequence_length=8, sources=sources)
+    named = SourceRecipe(path="b/train.jsonl", domain="train")
+    assert DataRecipe(sequence_length=8, sources=(sources[0], named)).domains == ("train",)
+    with pytest.raises(MoesaicError, match=r"sources.0.domain is missing"):
+        DataRecipe(sequence_length=8, sources=(SourceRecipe(path="in/.jsonl"),))

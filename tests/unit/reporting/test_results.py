@@ -47,8 +47,8 @@ def test_damaged_files_are_refused(tmp_path):
     file = tmp_path / "results.json"
     for change, says in (
         ({"format": "x"}, "not a results file"),
-        ({"checkpoint": {}}, "damaged results file"),
-        ({"tasks": {"a": 3}}, "damaged"),
+        ({"checkpoint": {}}, "checkpoint.name: this key is required and missing; evaluate again"),
+        ({"tasks": {"a": 3}}, "tasks.a: expected keys and values"),
     ):
         file.write_text(json.dumps(results_document() | change))
         with pytest.raises(MoesaicError, match=says):

@@ -73,13 +73,13 @@ def test_the_recipe_is_flat(tmp_path):
     [
         ("", "has no step yet"),
         ('{"kind": "validation", "step": 0, "tokens": 0, "validation": {}}\n', "has no step yet"),
-        ("not json\n", "line 1 is not JSON"),
-        ("[1]\n", "line 1 is not a step or a validation"),
-        ('{"step": 1}\n', "line 1 is not a step or a validation"),
-        ('{"kind": "step", "step": 1}\n', "line 1 is not a step or a validation"),
+        ("not json\n", "metrics.jsonl:1: not JSON"),
+        ("[1]\n", "metrics.jsonl:1: not a line of"),
+        ('{"step": 1}\n', "metrics.jsonl:1: kind: this key is required"),
+        ('{"kind": "step", "step": 1}\n', "metrics.jsonl:1: tokens: this key is required"),
         (
             '{"kind": "step", "step": 1, "tokens": 1, "domain_loss": 3, "timing": {"seconds": 1}}\n',
-            "line 1 is not a step",
+            "metrics.jsonl:1: loss: this key is required",
         ),
     ],
 )
@@ -94,5 +94,5 @@ def test_a_log_of_something_else_is_refused(tmp_path, text, says):
 def test_a_recipe_that_is_not_yaml_is_refused(tmp_path):
     folder = write_run(tmp_path / "run")
     (folder / "recipe.yaml").write_text("a: [")
-    with pytest.raises(MoesaicError, match="is not YAML"):
+    with pytest.raises(MoesaicError, match="not valid YAML"):
         read_run(folder, "run")

@@ -46,14 +46,14 @@ def test_written_and_read_again(tmp_path):
         ({"kept": [[0, 1], []]}, "kept in layer 2: no expert"),
         ({"kept": [[0, 1], [2, 1]]}, r"kept in layer 2: expert ids must rise, got \[2, 1\]"),
         ({"kept": [[0, 6], [1, 2]]}, "kept in layer 0: expert ids must be from 0 to 5"),
-        ({"kept": [[0, 1.5], [1, 2]]}, "expert ids must be whole numbers"),
-        ({"kept": 3}, "a value of the wrong type"),
+        ({"kept": [[0, 1.5], [1, 2]]}, r"kept\.0\.1: expected a whole number, got 1\.5"),
+        ({"kept": 3}, "kept: expected a list, got 3"),
         ({"scores": [[1, 2], [3, 4]]}, "layer 0 has 2 scores for 6 experts"),
-        ({"scores": [[1, 2, 3, 4, 5, 1e999]] * 2}, "score that is not a finite number"),
+        ({"scores": [[1, 2, 3, 4, 5, 1e999]] * 2}, r"scores\.0\.5: expected a finite number, got inf"),
         ({"layers": [0, 1]}, "are not the MoE layers of its source"),
         ({"routing_mass_kept": [2, 0]}, "share outside 0 to 1"),
-        ({"extra": 1}, "unknown key 'extra'"),
-        ({"source": {"name": "m"}}, '"source" must be an object'),
+        ({"extra": 1}, "extra: unknown key"),
+        ({"source": {"name": "m"}}, "source.revision: this key is required and missing"),
     ],
 )
 def test_a_file_that_contradicts_itself_is_refused(tmp_path, change, message):
@@ -70,7 +70,7 @@ def test_a_missing_key_is_named(tmp_path):
     document = selection([0, 5], [1, 2]).to_json()
     del document["scores"]
     (tmp_path / "s.json").write_text(json.dumps(document))
-    with pytest.raises(MoesaicError, match="has no 'scores'"):
+    with pytest.raises(MoesaicError, match="scores: this key is required and missing"):
         load_selection(tmp_path / "s.json")
 
 

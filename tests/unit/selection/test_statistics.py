@@ -98,12 +98,12 @@ def test_routing_mass_is_the_share_of_the_kept_experts():
     ("change", "message"),
     [
         ({"format": "x"}, "not a statistics file"),
-        ({"tokens": 0}, "tokens must be a positive whole number"),
-        ({"counts_LE": [[1, 2, 3, 4]]}, r"counts_LE has the shape \[1, 4\], expected \[2, 4\]"),
-        ({"counts_LE": [[0.5, 2, 3, 4]] * 2}, "counts_LE must be a table of numbers"),
-        ({"probability_LE": [[-1, 0, 0, 0]] * 2}, "negative or not finite"),
-        ({"probability_LE": "many"}, "probability_LE must be a table of numbers"),
-        ({"more": 1}, "'more' is unknown"),
+        ({"tokens": 0}, "tokens: must be at least 1, got 0"),
+        ({"counts_LE": [[1, 2, 3, 4]]}, "counts_LE: is not 2 layers of 4 experts"),
+        ({"counts_LE": [[0.5, 2, 3, 4]] * 2}, r"counts_LE\.0\.0: expected a whole number, got 0\.5"),
+        ({"probability_LE": [[-1, 0, 0, 0]] * 2}, "probability_LE: has a number below 0"),
+        ({"probability_LE": "many"}, "probability_LE: expected a list, got 'many'"),
+        ({"more": 1}, "more: unknown key"),
     ],
 )
 def test_other_files_are_refused(tmp_path, change, message):
