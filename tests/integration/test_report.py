@@ -131,7 +131,7 @@ def make_refusals(folder, inputs):
         "broken json": ([folder / "broken.json", out], "broken.json: "),
         "damaged": ([damaged, out], "statistics.npz: damaged"),
         "twice": ([inputs[1], inputs[1], out], "is given twice"),
-        "not html": ([inputs[0], inputs[1]], "end its name with .html"),
+        "not html": ([inputs[0], inputs[1]], "is a folder; name a file"),
         "a folder": ([inputs[1], folder / "empty.html"], "is a folder; name a file"),
         "no parent": ([inputs[1], folder / "no" / "out.html"], "there is no folder"),
         "unknown option": ([inputs[1], out, "--titel", "x"], "--titel"),
