@@ -41,7 +41,8 @@ def families() -> list[str]:
     for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         folder = root / model_type_to_module_name(model_type)
         sources = "".join(file.read_text(encoding="utf-8") for file in folder.glob("modeling_*.py"))
-        composite = "text_config" in CONFIG_MAPPING[model_type].sub_configs
+        parts: Any = CONFIG_MAPPING[model_type].sub_configs
+        composite = "text_config" in parts
         if "@use_experts_implementation" in sources and not composite and name not in classes:
             classes.add(name)
             found.append(model_type)

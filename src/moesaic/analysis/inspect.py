@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from moesaic.families.moe_table import KNOWN, family_of
 if TYPE_CHECKING:
     from moesaic.analysis.capture import Capture, RouterShape
     from moesaic.analysis.clusters import TokenClusters
+    from moesaic.routing.capture import Scoring
 
 MOST_DOMAINS = 256
 """Most statistics are kept per domain; so many values are no names of domains, but of records."""
@@ -189,7 +190,7 @@ def _model_facts(checkpoint: Checkpoint, model: MoEModel) -> ModelFacts:
         num_experts=source.num_experts,
         top_k=source.top_k,
         num_shared_experts=_shared_experts(checkpoint, model),
-        scoring=model.family.scoring,
+        scoring=cast("Scoring", model.family.scoring),  # `_open_routers` refuses a rule that is not known
         groups=groups.of_experts,
         groups_are=groups.words,
     )

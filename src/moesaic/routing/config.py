@@ -19,8 +19,8 @@ else:
     RuleName = Literal[tuple(RULES)]
 
 RULES_WORK_ON = (
-    "our own architecture, OLMoE, FlexOlmo, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Mixtral, Granite-MoE or another with plain "
-    "softmax routers (`moesaic families`, column rules)"
+    "our own architecture, OLMoE, FlexOlmo, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Mixtral, Granite-MoE or another with "
+    "plain softmax routers (`moesaic families`, column rules)"
 )
 
 BalanceScope = Literal["local", "global", "batch", "step"]
