@@ -41,7 +41,9 @@ def alone(checkpoint: Path, data: Path, limit: int, batch_size: int, dtype: str)
     return time.monotonic() - started, {name: found["results"][name]["acc,none"] for name in TASKS}
 
 
-def ours(checkpoint: Path, data: Path, limit: int, batch_size: int, dtype: str) -> tuple[float, dict[str, float]]:
+def ours(
+    checkpoint: Path, data: Path, limit: int, batch_size: int, dtype: str
+) -> tuple[float, dict[str, float | None]]:
     """`moesaic.evaluate`, hash of the checkpoint included."""
     started = time.monotonic()
     found = evaluate(checkpoint, suite=",".join(TASKS), data_dir=data, limit=limit, batch_size=batch_size, dtype=dtype)

@@ -58,7 +58,7 @@ def run_pass(moe: Path, ids_NL: Any) -> None:
     checkpoint = open_checkpoint(moe)
     family = detect_moe(checkpoint)
     source = describe(checkpoint, family)
-    collect_statistics(checkpoint, family, source, ids_NL.tolist(), domain="d", batch_size=BATCH)
+    collect_statistics(checkpoint, family, source, {"d": ids_NL.tolist()}, batch_size=BATCH)
 
 
 def run_loaded(model: Any, ids_NL: Any, hook: Callable[..., None] | None = None) -> None:

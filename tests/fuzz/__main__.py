@@ -23,7 +23,7 @@ def _round(document: Document, workspace: Path, number: int, size: int, found: C
         deadline=None,
         database=None,
         phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[*HealthCheck],  # pyright: ignore[reportArgumentType]
     )
     @given(edits)
     def look(edit: tuple[str, int, int]) -> None:

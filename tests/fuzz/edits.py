@@ -4,6 +4,7 @@ import copy
 import io
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +190,8 @@ def _edit_header(content: bytes, kind: str, place: int, weird: Any) -> bytes:
 
 
 _BY_SUFFIX: dict[str, Callable[[bytes, str, int, Any], bytes]] = {
-    ".json": lambda *edit: _structural(*edit, json.loads, _write_json),
-    ".yaml": lambda *edit: _structural(*edit, yaml.safe_load, _write_yaml),
+    ".json": partial(_structural, parse=json.loads, write=_write_json),
+    ".yaml": partial(_structural, parse=yaml.safe_load, write=_write_yaml),
     ".jsonl": _edit_lines,
     ".npz": _edit_arrays,
     ".safetensors": _edit_header,

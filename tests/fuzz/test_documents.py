@@ -30,7 +30,7 @@ def test_an_edited_document_is_read_or_refused_in_one_line(workspace, document: 
         database=None,
         deadline=None,
         phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[*HealthCheck],  # pyright: ignore[reportArgumentType]
     )
     @given(edits)
     def look(edit):

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -231,7 +232,7 @@ def test_a_selection_in_place_is_the_extracted_model(routed: Path, evals: Path, 
     extract(routed, tmp_path / "sel.json", tmp_path / "small")
     text = _texts(tmp_path / "text")
 
-    def losses(checkpoint: Path, selection: Path | None) -> tuple[dict[str, float], float]:
+    def losses(checkpoint: Path, selection: Path | None) -> tuple[dict[str, Any], Any]:
         found = evaluate(checkpoint, suite="piqa,openbookqa", data_dir=evals, selection=selection)
         read = evaluate(checkpoint, suite="perplexity", data_dir=text, selection=selection)
         return {task: found.score(task) for task in ("piqa", "openbookqa")}, read.score("perplexity")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic.expansion.recipe import ExpandRecipe
+from moesaic.expansion.recipe import ExpandRecipe, UtilityLayers
 from moesaic.expansion.resolve import resolve
 from moesaic.expansion.utility import calibration_batches, find_utilities, measure
 from moesaic.families.moe import detect_moe
@@ -60,7 +60,7 @@ def _block(model):
     return "block_sparse_moe" if any(".block_sparse_moe." in name for name, _ in model.named_modules()) else "mlp"
 
 
-LAYERS = {"qwen3_moe": "fc1", "deepseek_v3": "fc2", "gpt_oss": "both", "granitemoe": "fc1"}
+LAYERS: dict[str, UtilityLayers] = {"qwen3_moe": "fc1", "deepseek_v3": "fc2", "gpt_oss": "both", "granitemoe": "fc1"}
 
 
 def test_gradient_and_weight_norms(plan):
@@ -104,7 +104,7 @@ def test_weight_norms_from_the_disk_are_those_of_the_loaded_model(plan, layers):
         if name.endswith(".experts"):
             layer = int(name.split("layers.")[1].split(".")[0])
             expected = [
-                sum(getattr(module, matrix)[e].square().sum() for matrix in MATRICES[layers]).sqrt().item()
+                sum(getattr(module, matrix)[e].square().sum().item() for matrix in MATRICES[layers]) ** 0.5
                 for e in range(EXPERTS)
             ]
             assert table.per_layer[layer] == pytest.approx(expected, rel=1e-5)

@@ -119,7 +119,7 @@ def rows_file(path: Path) -> DataFile:
         MoesaicError: its name does not say how it is to be read.
     """
     name = path.with_suffix("") if path.suffix in COMPRESSED else path
-    known = SUFFIXES | {".csv": "csv"}
+    known: dict[str, Format] = {**SUFFIXES, ".csv": "csv"}
     kind = known.get(name.suffix)
     if kind is None or kind == "text":
         raise MoesaicError(f"{path}: rows of a task are .jsonl, .parquet or .csv, {' or '.join(COMPRESSED)} included")

@@ -227,6 +227,7 @@ def _computed_router(plan: ExpandPlan, layer: int, tensor: ExpertTensor, sources
     else:
         grown = slots[list(sources)]
     if _divides_bias(plan, tensor):
+        assert plan.multiple is not None
         grown = grown / plan.multiple
     if noisy:
         draw = zero_sum_noise if plan.exclusive else duplicate_noise

@@ -170,7 +170,8 @@ def check_values(
 def refuse_giant(config: Mapping[str, Any], name: str) -> None:
     """Refuse, by arithmetic, sizes that no machine holds: what is built or counted layer by layer would not end."""
     for key, most in MOST.items():
-        if _is_number(value := config.get(key)) and value > most:
+        value: Any = config.get(key)
+        if _is_number(value) and value > most:
             raise MoesaicError(f"{name}: {key} is {show(value)}; no machine holds more than {most:,}")
 
 
@@ -179,8 +180,9 @@ def check_fits(config: Mapping[str, Any], tensors: Mapping[str, Any], name: str)
 
     `tensors` are `TensorInfo` by name.
     """
-    depth, vocabulary, hidden = (config.get(key) for key in ("num_hidden_layers", "vocab_size", "hidden_size"))
-    if _is_int(depth):
+    vocabulary: Any = config.get("vocab_size")
+    hidden: Any = config.get("hidden_size")
+    if _is_int(config.get("num_hidden_layers")):
         check_depth(config, tensors, name)
     held = sum(math.prod(info.shape) for info in tensors.values())
     if _is_int(vocabulary) and _is_int(hidden) and vocabulary * hidden > held:

@@ -61,7 +61,7 @@ class Made:
         return {key: str(value) for key, value in self.values.items()} | vars(self.values["recipe"])
 
 
-@verb(MakeRecipe, positional=("source",), out=True)
+@verb(MakeRecipe, positional=("source",), out="folder")
 def make(
     recipe: MakeRecipe, out: str, *, overwrite: bool = False, quiet: bool = True, workers: int | None = None
 ) -> Made:

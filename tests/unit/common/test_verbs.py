@@ -44,7 +44,7 @@ def _names(value: Any) -> list[str]:
     return list(value)
 
 
-@verb(CutMore, positional=("checkpoint",), out=True, convert={"names": _names})
+@verb(CutMore, positional=("checkpoint",), out="folder", convert={"names": _names})
 def cut(
     recipe: CutMore, out: str | Path, *, quiet: bool = True, workers: int | None = None, stream: bool = False
 ) -> tuple[Any, ...]:

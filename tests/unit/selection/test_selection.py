@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -130,7 +131,7 @@ def test_our_groups_must_leave_one_expert_for_each_active_one():
 )
 def test_keep_counts_routed_experts_and_keep_total_all(tmp_path, family, shared):
     """Row 13 of docs/peers.md."""
-    config = {"n_shared_experts": 2} if family == "deepseek_v2" else {}
+    config: dict[str, Any] = {"n_shared_experts": 2} if family == "deepseek_v2" else {}
     source = save_tiny_moe(tmp_path / "moe", family, **config)
     for kept, asked in ((4, {"keep": 4}), (4, {"keep_total": 4 + shared}), (4, {"keep": "50%"})):
         assert select(source, method="random", **asked).counts[0] == kept

@@ -1,6 +1,7 @@
 """Statistics as files, their sums, and the scores of mixed domains."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,13 +24,9 @@ SOURCE = SourceModel(
 
 def statistics(seed, *, domain="math", source=SOURCE, tokens=100):
     draw = np.random.default_rng(seed)
-    return ExpertStatistics(
-        source=source,
-        domain=domain,
-        tokens=tokens,
-        counts_LE=draw.integers(0, 2**60, (2, 4)),
-        **{name: draw.random((2, 4)) for name in SUMS},
-    )
+    counts_LE = draw.integers(0, 2**60, (2, 4))
+    sums: dict[str, Any] = {name: draw.random((2, 4)) for name in SUMS}
+    return ExpertStatistics(source=source, domain=domain, tokens=tokens, counts_LE=counts_LE, **sums)
 
 
 def test_read_back_to_the_last_bit(tmp_path):
