@@ -118,7 +118,6 @@ def test_help_states_the_recipe_s_defaults(call):
     text = " ".join(out.replace("│", " ").split())
     recipe = UpcycleRecipe(base="b", method="sparse")
     for key in (
-        "weighting",
         "router_init",
         "router_std",
         "scale",

@@ -1,16 +1,21 @@
-"""Token ids that a text uses and the model has no embedding for: the check of every verb that tokenises. Torch-free.
+"""Token ids that a text uses and the model has no embedding for: the check of every verb that tokenises.
+
+No torch, and NumPy only where data is read: `moesaic eval --help` imports this.
 
 What counts are the ids that are used. A tokenizer may have more tokens than the model, as one with an added padding
 token, and may leave ids out, so its length says nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moesaic.common.errors import MoesaicError
-from moesaic.data.cache import open_cache
-from moesaic.data.tokenise import PreparedData
+
+if TYPE_CHECKING:
+    from moesaic.data.tokenise import PreparedData
 
 
 def refuse_unknown_ids(largest: int, vocab_size: int, name: str) -> None:
@@ -27,6 +32,8 @@ def within_vocabulary(data: PreparedData, vocab_size: int) -> PreparedData:
 
     Raises: `MoesaicError` where a document has an id that the model has not; names the source.
     """
+    from moesaic.data.cache import open_cache
+
     recipe = data.recipe
     sources = zip((*recipe.sources, *recipe.validation), (*data.sources, *data.validation), strict=True)
     for source, folder in sources:
