@@ -27,7 +27,7 @@ from moesaic.loading import load_generation_config
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
-from moesaic.routing.install import OWN_BIAS
+from moesaic.routing.install import OWN_BIAS, bias_tensors
 from moesaic.training.folder import remove
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.start import DTYPES, Trainable, token_ids
@@ -133,16 +133,20 @@ def _record_beside(biases: Mapping[str, Tensor], trainable: Trainable) -> dict[s
 
 
 def own_biases(trainable: Trainable) -> dict[str, Tensor]:
-    """The selection biases as tensors of the model, by name: in our architecture, where a run has them.
+    """The selection biases as tensors of the model, by name, where a run has them: in our architecture, and in families
+    that have such tensors themselves.
 
     So every engine that runs the model's own code has them, and nothing that copies weights can lose them.
     """
     installation = trainable.installation
-    if installation is None or installation.selection_bias is None or our_base(trainable.config.model_type) is None:
+    if installation is None or installation.selection_bias is None:
         return {}
     rows = dict(zip(map(id, installation.routers), installation.selection_bias.cpu(), strict=True))
-    modules = trainable.model.named_modules()
-    return {f"{name}.{OWN_BIAS}": rows[id(module)] for name, module in modules if id(module) in rows}
+    if our_base(trainable.config.model_type) is not None:
+        modules = trainable.model.named_modules()
+        return {f"{name}.{OWN_BIAS}": rows[id(module)] for name, module in modules if id(module) in rows}
+    own = bias_tensors(trainable.model).items()
+    return {name: rows[id(router)].reshape(tensor.shape).to(tensor.dtype) for name, (router, tensor) in own}
 
 
 def _experts(recipe: TrainRecipe, expansions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
