@@ -236,10 +236,11 @@ def rules(case: Case) -> None:
     # A bias of training's own takes the place of the family's: the choice is made anew, here with the same numbers.
     installed = install(case.model, RuleConfig(rule="topk"), selection_bias=True)
     assert torch.allclose(case.logits(), before, atol=1e-4)
+    assert installed.selection_bias is not None
     pools(case, installed.selection_bias)
 
 
-def pools(case: Case, bias_LE: torch.Tensor | None) -> None:
+def pools(case: Case, bias_LE: torch.Tensor) -> None:
     """Every token stays in the pool of its document, the experts that its tokens rate highest on average."""
     documents = torch.arange(4).repeat_interleave(8)
     context = RoutingContext(document_ids_T=documents, num_documents=4, document_keys_N=torch.arange(4))

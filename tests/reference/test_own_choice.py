@@ -84,7 +84,7 @@ def test_every_choice_and_its_weights(scoring, weighting, bias_on, rank, pool):
         assert sorted(found.expert_ids_TK[token].tolist()) == sorted(ids)
         got = dict(zip(found.expert_ids_TK[token].tolist(), found.weights_TK[token].tolist(), strict=True))
         assert all(abs(got[expert] - weight) < 1e-12 for expert, weight in zip(ids, weights, strict=True))
-    if pool is not None:
+    if found.allowed_TE is not None:
         for document in range(4):
             mine = [scores_of(row, scoring) for row in logits_TE[documents_T == document].tolist()]
             if bias_on == "logits":

@@ -22,7 +22,7 @@ from moesaic.common.progress import warn
 from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.families.counting import count_shapes
 from moesaic.families.family import our_base
-from moesaic.families.moe import PREDICTION_KEY
+from moesaic.families.moe import PREDICTION_KEYS
 from moesaic.loading import load_generation_config
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.modeling.modeling_moesaic import ROUTING_RULES
@@ -198,14 +198,14 @@ def _write_config(run: "Session", folder: Path) -> dict[str, Any]:
     config = trainable.config
     config.dtype = DTYPES[recipe.precision]
     config.architectures = [type(trainable.model).__name__.removeprefix("FSDP")]
-    if getattr(config, PREDICTION_KEY, None):
-        setattr(config, PREDICTION_KEY, 0)  # transformers does not load such layers, so the result has none
     ours = our_base(config.model_type) is not None
     if ours:
         for key, value in (_inference_rule(trainable) | {"selection_bias": bool(own_biases(trainable))}).items():
             setattr(config, key, value)
     source = open_checkpoint(recipe.model).config if isinstance(recipe.model, str) and not run.expansions else {}
     written = with_source_keys(config.to_diff_dict(), source)
+    # transformers does not load layers for multi-token prediction, so the result has none.
+    written |= dict.fromkeys((key for key in PREDICTION_KEYS if written.get(key)), 0)
     write_config(folder, written)
     if ours:
         with explained(folder):
