@@ -78,14 +78,13 @@ def run_step(
     how a batch is cut into ranks and micro-steps. Ranks average their gradients (FSDP), so each scales its part by
     their number.
     """
-    world = trainable.world
     state = _begin(trainable, batches, step, num_domains)
     balance = trainable.recipe.losses.balance
     if balance is not None and balance.scope == "step" and len(batches) > 1:
         state.carried = _step_load(trainable, batches, step)
     seed_dropout(trainable, step)
     for batch in batches:
-        _micro_step(trainable, batch.to(world.device), state)
+        _micro_step(trainable, trainable.placed(batch), state)
     result = _finish(trainable, state)
     if result.is_finite and result.loss is not None:
         _update(trainable, result, rate)
@@ -117,7 +116,7 @@ def _step_load(trainable: Trainable, batches: list[PackedBatch], step: int) -> L
     seed_dropout(trainable, step)
     loads = []
     for batch in batches:
-        batch = batch.to(trainable.world.device)
+        batch = trainable.placed(batch)
         context = context_of(trainable, batch, step)
         with routing_context(trainable.installation, context) as record:
             trainable.model(
@@ -257,7 +256,7 @@ def where_not_finite(trainable: Trainable, batches: Sequence[PackedBatch]) -> st
     model.eval()  # routing as at inference
     try:
         for batch in batches:
-            one = batch.to(world.device)
+            one = trainable.placed(batch)
             found = first_not_finite(
                 model,
                 lambda one=one: model(input_ids=one.input_ids_BS, position_ids=one.position_ids_BS, use_cache=False),
@@ -295,7 +294,7 @@ def _run(trainable: Trainable, held_out: ValidationSet) -> tuple[Tensor, Tensor]
     sums_2N = torch.zeros(2, held_out.num_documents, dtype=torch.float64, device=world.device)
     batches = held_out.batches(trainable.recipe.batch.micro_sequences, rank=world.rank, world_size=world.size)
     for batch in batches:
-        add_losses(trainable.model, batch.to(world.device), sums_2N)
+        add_losses(trainable.model, trainable.placed(batch), sums_2N)
     losses_N, tokens_N = world.sum(sums_2N).cpu()
     return losses_N, tokens_N
 
