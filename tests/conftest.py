@@ -1,6 +1,7 @@
 """What holds for every test: no network, one thread, fixed seeds, and shape checks of annotated tensors."""
 
 import os
+import signal
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub reads it at import
@@ -11,6 +12,9 @@ import jaxtyping
 import pytest
 
 import moesaic
+
+# Under `nohup` it is ignored, and every process that a test starts would inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The shapes that jaxtyping annotations state are checked while tests run, in every module that has some. Left out is
 # `modeling_moesaic.py`, which is remote code that must run without jaxtyping.

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-def run_ranks(size: int, function: Callable[..., None], *args: Any) -> None:
-    """Call `function(*args)` in `size` processes; all must end well. A hang ends with the test's own time limit."""
+def start_ranks(size: int, function: Callable[..., None], *args: Any) -> list[Any]:
+    """Call `function(*args)` in `size` processes, and return them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["moesaic.training.run", "torch.utils.tensorboard", "torch.distributed.fsdp"])
     with socket.socket() as probe:
@@ -18,6 +18,12 @@ def run_ranks(size: int, function: Callable[..., None], *args: Any) -> None:
     processes = [context.Process(target=_rank, args=(rank, size, port, function, args)) for rank in range(size)]
     for process in processes:
         process.start()
+    return processes
+
+
+def run_ranks(size: int, function: Callable[..., None], *args: Any) -> None:
+    """Call `function(*args)` in `size` processes; all must end well. A hang ends with the test's own time limit."""
+    processes = start_ranks(size, function, *args)
     try:
         while any(process.exitcode is None for process in processes):
             if any(process.exitcode for process in processes):

@@ -1,6 +1,10 @@
-"""Two processes against one: the same losses, the same tensors after saving and loading, no hang on uneven experts."""
+"""Two and four processes against one: the same losses, the same tensors after saving and loading, no hang on uneven
+experts, and an end for all where one is killed."""
 
 import json
+import os
+import signal
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.training import run as run_module
 from moesaic.training import session
@@ -15,7 +20,7 @@ from moesaic.training.optimizer import MOMENTS
 from moesaic.training.parallel import World
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.state import gather, list_states, optimizer_tensors_of, read_tensors, weights_of
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_ranks, start_ranks
 from tests.tiny_moes import save_tiny_moe
 from tests.tiny_training import save_tokenizer, tiny_recipe
 
@@ -24,6 +29,9 @@ LAYOUTS = {
     "fsdp": {"fsdp": 2},
     "fsdp and experts": {"fsdp": 2, "expert": 2},
     "replicas": {"fsdp": 1, "replicate": 2},
+    "two replicas of two shards": {"fsdp": 2, "replicate": 2},
+    "experts on four ranks": {"fsdp": 4, "expert": 4},
+    "experts on two of four ranks": {"fsdp": 4, "expert": 2},
 }
 
 
@@ -53,7 +61,7 @@ def one_process(values, tmp_path_factory) -> Path:
     return out
 
 
-def two(values: dict[str, Any], parallel: dict[str, int]) -> dict[str, Any]:
+def on_ranks(values: dict[str, Any], parallel: dict[str, int]) -> dict[str, Any]:
     return values | {"parallel": parallel, "batch": values["batch"] | {"micro_sequences": 1}}
 
 
@@ -84,13 +92,19 @@ def losses(out: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_processes_follow_one(values, one_process, tmp_path, layout):
+def test_ranks_follow_one_process(values, one_process, tmp_path, layout):
     out, dump = tmp_path / "out", tmp_path / "dump.safetensors"
-    run_ranks(2, train_and_dump, two(values, LAYOUTS[layout]), out, dump)
+    run_ranks(
+        prod(LAYOUTS[layout].get(axis, 1) for axis in ("fsdp", "replicate")),
+        train_and_dump,
+        on_ranks(values, LAYOUTS[layout]),
+        out,
+        dump,
+    )
     assert len(losses(out)) == STEPS
     torch.testing.assert_close(losses(out), losses(one_process), rtol=0, atol=1e-5)
 
-    expected = load_file(dump)  # saved by two, loaded by one
+    expected = load_file(dump)  # saved by all, loaded by one
     moments = {name for name in expected if name.split(".")[0] in (*MOMENTS, "selection_bias")}
     weights = {name: torch.zeros_like(expected[name]) for name in expected.keys() - moments}
     optimizer = {name: torch.zeros_like(expected[name]) for name in moments}
@@ -114,7 +128,7 @@ def test_two_processes_go_on_with_the_run_of_one_and_back(values, one_process, t
     for state in list_states(out / "state")[-1:]:
         (state / "run.json").unlink()  # as if it had been killed before the last state
     (out / "config.json").unlink()
-    run_ranks(2, train, two(values, LAYOUTS["fsdp and experts"]) | {"checkpoint": {"every_steps": 5}}, out)
+    run_ranks(2, train, on_ranks(values, LAYOUTS["fsdp and experts"]) | {"checkpoint": {"every_steps": 5}}, out)
     torch.testing.assert_close(losses(out), losses(one_process), rtol=0, atol=1e-5)
 
 
@@ -136,7 +150,7 @@ def train_with_disjoint_experts(values: dict[str, Any], out: Path) -> None:
 
 
 def test_ranks_with_disjoint_experts_do_not_hang(values, tmp_path):
-    short = two(values, LAYOUTS["fsdp and experts"]) | {"budget": {"steps": 3}, "optimizer": {"lr": 1e-3}}
+    short = on_ranks(values, LAYOUTS["fsdp and experts"]) | {"budget": {"steps": 3}, "optimizer": {"lr": 1e-3}}
     short |= {"routing": {}, "losses": values["losses"] | {"bias_balancing": 1e-9}}
     run_ranks(2, train_with_disjoint_experts, short, tmp_path / "out")
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
@@ -152,9 +166,40 @@ def test_a_selection_bias_of_the_family_is_not_rounded_under_fsdp(values, tmp_pa
     (name,) = (name for name in tensors if "e_score_correction_bias" in name)
     tensors[name] = 8 + torch.linspace(0, 0.02, 8)
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    short = two(values, LAYOUTS["fsdp"]) | {"model": str(base), "tokenizer": None, "precision": "bf16"}
+    short = on_ranks(values, LAYOUTS["fsdp"]) | {"model": str(base), "tokenizer": None, "precision": "bf16"}
     short |= {"budget": {"steps": 1}, "optimizer": {"lr": 1e-3}, "routing": {}, "losses": {}}
     run_ranks(2, train, short, tmp_path / "out")
     result = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(result[name], tensors[name])
     assert {tensor.dtype for other, tensor in result.items() if other != name} == {torch.bfloat16}
+
+
+def lose_the_last(values: dict[str, Any], out: Path, said: Path) -> None:
+    """Kill the last rank in step 2; the others write what they were told."""
+    step = run_module.run_step
+
+    def dying(trainable, batches, **keywords):
+        if keywords["step"] == 2 and os.environ["RANK"] == "3":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(trainable, batches, **keywords)
+
+    run_module.run_step = dying
+    try:
+        train(values, out)
+    except MoesaicError as error:
+        (said / os.environ["RANK"]).write_text(str(error))
+        raise SystemExit(3) from None
+
+
+def test_a_killed_rank_ends_the_others_with_one_line(values, tmp_path):
+    said = tmp_path / "said"
+    said.mkdir()
+    processes = start_ranks(4, lose_the_last, on_ranks(values, {"fsdp": 4, "expert": 2}), tmp_path / "out", said)
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [3, 3, 3, -signal.SIGKILL]
+    lines = {file.name: file.read_text() for file in said.iterdir()}
+    assert lines.keys() == {"0", "1", "2"}
+    for rank, line in lines.items():
+        assert line.startswith(f"rank {rank} lost another rank of this run (")
+        assert "\n" not in line

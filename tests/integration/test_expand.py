@@ -190,7 +190,7 @@ def experts_of(folder, number):
     checkpoint = open_checkpoint(folder)
     model = detect_moe(checkpoint)
     parts = expert_parts(checkpoint, model.layers[-1], number)
-    return read_expert(parts, interleaved=model.family.interleaved)
+    return read_expert(parts, transposed=model.family.transposed, interleaved=model.family.interleaved)
 
 
 @pytest.mark.parametrize(("family", "fused"), LAYOUTS)

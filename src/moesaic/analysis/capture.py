@@ -36,7 +36,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.numbers import NotFiniteError
 from moesaic.common.progress import progress
 from moesaic.modeling.finite import first_not_finite, is_finite
-from moesaic.routing.capture import Scoring, find_blocks
+from moesaic.routing.capture import Scoring, decision_of, find_blocks
 
 BLOCK_TOKENS = 4096
 """Tokens at once: with 2,000 probabilities each (16 layers of 125 experts), 33 MB in fp32."""
@@ -53,6 +53,8 @@ class RouterShape:
     """The MoE layers' indices, for messages."""
     experts: int
     active: int
+    returns: str = "logits"
+    """What the family's router gives first (`MoEFamily.returns`)."""
 
     @property
     def id_dtype(self) -> np.dtype:
@@ -189,7 +191,7 @@ def run_batch(model: nn.Module, ids_BS: Tensor, shape: RouterShape) -> tuple[np.
     """One forward pass: logits (B, S, L, E), ids and weights (B, S, L, K) in the dtypes of the files."""
     base: Any = getattr(model, "base_model", model)
     device = next(model.parameters()).device
-    with _watched(model) as outputs:
+    with _watched(model, shape.returns) as outputs:
         # No attention mask: every sequence is one document, and padding is on its right.
         base(input_ids=ids_BS.to(device), use_cache=False)
     assert len(outputs) == len(shape.layers), "a router per MoE layer"
@@ -211,12 +213,12 @@ def _stack(values: Sequence[Tensor], shape: torch.Size) -> np.ndarray:
 
 
 @contextmanager
-def _watched(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+def _watched(model: nn.Module, returns: str) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
     """Collect what each router returns (logits, weights, ids), in the order of the layers."""
     outputs: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        outputs.append(output)
+        outputs.append(decision_of(output, returns))
 
     with ExitStack() as stack:
         for block in find_blocks(model):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -27,11 +27,12 @@ from moesaic.data.files import PREFIX
 from moesaic.families.identity import describe as identify
 from moesaic.families.identity import group_count
 from moesaic.families.moe import MoEModel, detect_running
-from moesaic.families.moe_table import MOE_FAMILIES, family_of
+from moesaic.families.moe_table import KNOWN, family_of
 
 if TYPE_CHECKING:
     from moesaic.analysis.capture import Capture, RouterShape
     from moesaic.analysis.clusters import TokenClusters
+    from moesaic.routing.capture import Scoring
 
 MOST_DOMAINS = 256
 """Most statistics are kept per domain; so many values are no names of domains, but of records."""
@@ -164,12 +165,16 @@ def _open_routers(checkpoint: Checkpoint) -> MoEModel:
     """The experts of a checkpoint; a model without routers is refused in words of its own."""
     config = checkpoint.config
     if family_of(config) is None:
-        known = ", ".join([*MOE_FAMILIES, "moesaic_*"])
         raise MoesaicError(
             f"{checkpoint.name}: has no routers to look into: model_type {config.get('model_type')!r} is no MoE family "
-            f"known here ({known})"
+            f"known here ({KNOWN})"
         )
-    return detect_running(checkpoint)
+    model = detect_running(checkpoint)
+    if model.family.scoring == "unknown":
+        raise MoesaicError(
+            f"{checkpoint.name}: how routers of {config.get('model_type')} turn logits into probabilities is not known"
+        )
+    return model
 
 
 def _model_facts(checkpoint: Checkpoint, model: MoEModel) -> ModelFacts:
@@ -186,7 +191,7 @@ def _model_facts(checkpoint: Checkpoint, model: MoEModel) -> ModelFacts:
         num_experts=source.num_experts,
         top_k=source.top_k,
         num_shared_experts=_shared_experts(checkpoint, model),
-        scoring=model.family.scoring,
+        scoring=cast("Scoring", model.family.scoring),  # `_open_routers` refuses a rule that is not known
         groups=groups.of_experts,
         groups_are=groups.words,
     )
@@ -287,7 +292,9 @@ def _inspect_one(prepared: Prepared, index: int, folder: Path, *, quiet: bool) -
 
     recipe, facts, sample = prepared.recipe, prepared.models[index], prepared.sample
     model = load(prepared.checkpoints[index].path, device=recipe.device, dtype=recipe.dtype)
-    capture(model, sample, _shape(facts), folder / _CAPTURE, batch_size=recipe.batch_size, quiet=quiet)
+    row = family_of(prepared.checkpoints[index].config)
+    shape = replace(_shape(facts), returns=row.returns if row is not None else "logits")
+    capture(model, sample, shape, folder / _CAPTURE, batch_size=recipe.batch_size, quiet=quiet)
     del model
     gc.collect()  # modules refer to each other, and the second model needs the memory
     with open_capture(folder / _CAPTURE) as opened:

@@ -39,7 +39,17 @@ def both_ropes(config: Mapping[str, Any]) -> dict[str, Any]:
     if not made.get("rope_parameters") and made.get("rope_theta") is None:
         return made
     parameters = made.get("rope_parameters") or rope_parameters(made)
+    if _has_no_older_spelling(made, parameters):
+        return made
     return {**_older_spelling(parameters), **made, "rope_parameters": parameters}
+
+
+def _has_no_older_spelling(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> bool:
+    """Whether a family of mixtures of experts says rope for each kind of layer: all such came with transformers 5, and
+    stumble over keys of 4 beside it. Dense ones (Gemma 3, OLMo 3), and ours on them, are older."""
+    of_layers = any(isinstance(value, Mapping) for value in parameters.values())
+    experts = any(key.endswith("_experts") and isinstance(value, int) for key, value in config.items())
+    return of_layers and experts and not str(config.get("model_type")).startswith("moesaic_")
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,8 @@ from cyclopts import App, Parameter
 
 from moesaic.cli.options import Json, Quiet
 from moesaic.cli.output import print_result
-from moesaic.common.errors import MoesaicError, suggest
 from moesaic.common.recipe import recipe_values
-from moesaic.families.family import COLUMNS, YES, MoEFamily, our_base
-from moesaic.families.moe_table import OURS, support
+from moesaic.families.support import COLUMNS, TESTED, Support, find, support
 from moesaic.recipes import read_recipe, shipped_recipes
 
 FAMILIES_HELP = {
@@ -31,41 +29,31 @@ def families(
     json: Json = False,
     quiet: Quiet = False,  # noqa: ARG001 (every verb takes it)
 ) -> None:
-    """Say what each family of mixtures of experts can be used for: read, train, expand, cut, write, serve, or why not.
+    """Say what each family of mixtures of experts can be used for: per verb tested, derived (unproved), or why not.
 
     Dense bases for upcycle are listed by `moesaic upcycle` itself when one does not fit.
     """
-    rows = support()
-    if family is not None:
-        rows = (_find(family, rows),)
+    rows = support() if family is None else (find(family),)
     lines = _table(rows) if family is None else _details(rows[0])
     print_result(lines, {"columns": list(COLUMNS), "families": [row.to_json() for row in rows]}, as_json=json)
 
 
-def _find(family: str, rows: tuple[MoEFamily, ...]) -> MoEFamily:
-    name = family if our_base(family) is None else OURS.model_type
-    for row in rows:
-        if row.model_type == name:
-            return row
-    raise MoesaicError(f"{family}: not a family known here; {suggest(family, [row.model_type for row in rows])}")
-
-
-def _table(rows: tuple[MoEFamily, ...]) -> list[str]:
-    """One line per family; what is not a plain yes has a number, explained below."""
+def _table(rows: tuple[Support, ...]) -> list[str]:
+    """One line per family; what is not plainly tested has a number, explained below."""
     reasons: dict[str, int] = {}
     width = max(len(row.model_type) for row in rows)
-    lines = [" ".join([" " * width, *(column.rjust(len(column)) for column in COLUMNS)])]
+    lines = [" ".join([" " * width, *(column.rjust(max(len(column), len(TESTED))) for column in COLUMNS)])]
     for row in rows:
         cells = []
         for column in COLUMNS:
             value = row.cells[column]
-            mark = "yes" if value == YES else f"[{reasons.setdefault(value, len(reasons) + 1)}]"
-            cells.append(mark.rjust(len(column)))
+            mark = TESTED if value == TESTED else f"[{reasons.setdefault(value, len(reasons) + 1)}]"
+            cells.append(mark.rjust(max(len(column), len(TESTED))))
         lines.append(" ".join([row.model_type.ljust(width), *cells]))
     return [*lines, "", *(f"[{number}] {reason}" for reason, number in reasons.items())]
 
 
-def _details(row: MoEFamily) -> list[str]:
+def _details(row: Support) -> list[str]:
     notes = [f"({row.notes})"] if row.notes else []
     width = max(map(len, COLUMNS))
     return [f"{row.model_type}: {row.about}", *notes, *(f"{c.ljust(width)}  {row.cells[c]}" for c in COLUMNS)]

@@ -189,21 +189,32 @@ def _read_jsonl(file: DataFile, _fields: Fields, tick: Tick) -> Iterator[Record]
 
 
 def _read_text(file: DataFile, fields: Fields, tick: Tick) -> Iterator[Record]:
-    parts, size = [], 0
-    for chunk in _chunks(file.path, tick):
-        parts.append(chunk)
-        size = _add(size, chunk, str(file.path))
-    content = b"".join(parts).removeprefix(_BYTE_ORDER_MARK)
+    content = _whole(file, tick)
     yield Record(str(file.path), {(fields or ("text",))[0]: _text(content, str(file.path))})
 
 
 def _read_csv(file: DataFile, _fields: Fields, tick: Tick) -> Iterator[Record]:
-    content = b"".join(_chunks(file.path, tick)).removeprefix(_BYTE_ORDER_MARK)
-    for number, values in enumerate(csv.DictReader(io.StringIO(_text(content, str(file.path)))), start=1):
-        where = f"{file.path}: row {number}"
-        if None in values or None in values.values():
-            raise MoesaicError(f"{where}: has another number of fields than the first line names; put texts in quotes")
-        yield Record(where, values)
+    number = 0
+    try:
+        for number, values in enumerate(
+            csv.DictReader(io.StringIO(_text(_whole(file, tick), str(file.path)))), start=1
+        ):
+            where = f"{file.path}: row {number}"
+            if None in values or None in values.values():
+                raise MoesaicError(
+                    f"{where}: has another number of fields than the first line names; put texts in quotes"
+                )
+            yield Record(where, values)
+    except csv.Error as error:
+        raise MoesaicError(f"{file.path}: after row {number}: not a table with commas ({error})") from error
+
+
+def _whole(file: DataFile, tick: Tick) -> bytes:
+    parts, size = [], 0
+    for chunk in _chunks(file.path, tick):
+        parts.append(chunk)
+        size = _add(size, chunk, str(file.path))
+    return b"".join(parts).removeprefix(_BYTE_ORDER_MARK)
 
 
 def _text(content: bytes, where: str) -> str:

@@ -151,12 +151,12 @@ def expert_parts(checkpoint: Checkpoint, layer: MoELayerTensors, expert: int) ->
     return {tensor.role: part(tensor) for tensor in _expert_tensors(layer)}
 
 
-def read_expert(parts: Parts, *, interleaved: bool) -> ExpertWeights:
+def read_expert(parts: Parts, *, transposed: bool = False, interleaved: bool = False) -> ExpertWeights:
     """One expert in memory, in float32 (in float64 where that is stored)."""
     fields: dict[str, Tensor] = {}
     for role, part in parts.items():
         values = part.cast(promoted(part.dtype, "F32")).read()
-        if interleaved and values.ndim == 2:
+        if transposed and values.ndim == 2:
             values = values.T
         if role.startswith("gate_up"):
             gate, up = (values[::2], values[1::2]) if interleaved else values.chunk(2)
@@ -167,7 +167,7 @@ def read_expert(parts: Parts, *, interleaved: bool) -> ExpertWeights:
     return ExpertWeights(**{_FIELDS[role]: values.contiguous() for role, values in fields.items()})
 
 
-def _stored_form(role: str, expert: ExpertWeights, *, interleaved: bool) -> Tensor:
+def _stored_form(role: str, expert: ExpertWeights, *, transposed: bool, interleaved: bool) -> Tensor:
     """The inverse of `read_expert` for one role."""
     if role.startswith("gate_up"):
         suffix = role.removeprefix("gate_up")
@@ -175,24 +175,22 @@ def _stored_form(role: str, expert: ExpertWeights, *, interleaved: bool) -> Tens
         values = torch.stack([gate, up], dim=1).flatten(0, 1) if interleaved else torch.cat([gate, up])
     else:
         values = getattr(expert, _FIELDS[role])
-    return values.T if interleaved and values.ndim == 2 else values
+    return values.T if transposed and values.ndim == 2 else values
 
 
 def _duplicate(plan: ExpandPlan, layer: MoELayerTensors, number: int, source: int) -> Parts:
     """Expert `number` of the result, which an operator makes of `source` (and of another expert) when it is written."""
-    checkpoint, interleaved = plan.checkpoint, plan.model.family.interleaved
+    checkpoint, family = plan.checkpoint, plan.model.family
+    form = {"transposed": family.transposed, "interleaved": family.interleaved}
     parts = expert_parts(checkpoint, layer, source)
 
     def function() -> dict[str, Tensor]:
         stream = seeds.generator(plan.recipe.seed, "expand", layer.layer, "expert", number)
         operator = EXPERT_OPERATORS[plan.recipe.expert_op]
         partner = operator.partner_of(source, plan.model.num_experts, stream)
-        one, another = (
-            read_expert(expert_parts(checkpoint, layer, expert), interleaved=interleaved)
-            for expert in (source, partner)
-        )
+        one, another = (read_expert(expert_parts(checkpoint, layer, expert), **form) for expert in (source, partner))
         made = operator(one, another, stream)
-        return {role: _stored_form(role, made, interleaved=interleaved) for role in parts}
+        return {role: _stored_form(role, made, **form) for role in parts}
 
     # The partner is drawn when its turn comes. It need not be named here: all experts are in the result anyway.
     return together({role: (part.shape, part.dtype) for role, part in parts.items()}, function, parts.values())

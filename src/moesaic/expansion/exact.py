@@ -45,7 +45,7 @@ def grown_config(plan: ExpandPlan, sources: Mapping[int, Sequence[int]]) -> dict
         config["num_experts_per_tok"] = plan.top_k
     else:
         keys = {key for key in EXPERT_COUNT_KEYS if old.get(key) == plan.model.num_experts} or {family.experts_key}
-        top_k_keys = {family.top_k_key, *(key for key in TOP_K_ALIASES if key in old)}
+        top_k_keys = {family.top_k_key, *(key for key in TOP_K_ALIASES if old.get(key) == plan.model.top_k)}
         config = dict(old) | dict.fromkeys(keys, plan.experts) | dict.fromkeys(top_k_keys, plan.top_k)
     if plan.exclusive:
         groups = _shortest([list(ids) for ids in sources.values()])
@@ -96,6 +96,11 @@ def statement(plan: ExpandPlan) -> Statement:
         return _nothing(f"nothing is preserved exactly: {' and '.join(changed)} makes duplicates that are no copies")
     if plan.exclusive:
         return Statement(code="E2", text=_exclusive(plan))
+    if plan.multiplied and not plan.grouped and not plan.model.family.adds_up:
+        return _nothing(
+            "nothing is preserved exactly: in this family m active copies of an expert have together another weight "
+            "than the expert had"
+        )
     if plan.multiplied and not plan.grouped:
         return Statement(code="E1", text=_multiplied(plan))
     if plan.own_bias or any(any(row) for row in plan.recorded_bias or ()):

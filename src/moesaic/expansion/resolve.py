@@ -14,7 +14,7 @@ from moesaic.expansion.allocation import allocate, evenly, sources_of
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.families.family import DenseTwin, our_base
 from moesaic.families.identity import group_count
-from moesaic.families.moe import MoEModel, detect_moe, prediction_notices
+from moesaic.families.moe import REORDERED, MoEModel, detect_moe, prediction_notices
 from moesaic.modeling.names import conversion_of
 
 Utilities = Mapping[int, tuple[float, ...]]
@@ -172,6 +172,7 @@ def resolve(recipe: ExpandRecipe, opener: Callable[[str], Checkpoint] = open_che
     _check_allocation(plan)
     _check_top_k(plan)
     _check_router_op(plan)
+    _check_expert_op(plan)
     check_recorded_rule(plan)
     return replace(plan, notices=tuple(_notices(plan)))
 
@@ -199,7 +200,7 @@ def _conversion(plan: ExpandPlan) -> DenseTwin | None:
             "copies join the group of their source"
         )
     model_type = str(plan.checkpoint.config.get("model_type"))
-    return None if our_base(model_type) else conversion_of(model_type, name)
+    return None if our_base(model_type) else conversion_of(plan.model.family, name)
 
 
 def _check_top_k(plan: ExpandPlan) -> None:
@@ -247,6 +248,17 @@ def _check_router_op(plan: ExpandPlan) -> None:
         raise MoesaicError(
             f"--router-op bias_only: {plan.checkpoint.name} has no selection bias; use copy, which puts the noise of "
             "--delta on router rows"
+        )
+
+
+def _check_expert_op(plan: ExpandPlan) -> None:
+    """Duplicates that are computed need the three matrices of an expert, in an order that is known."""
+    roles = {tensor.role for layer in plan.model.layers for tensor in layer.expert_tensors}
+    known = plan.model.family.gated and not any(role.endswith(REORDERED) for role in roles)
+    if plan.recipe.expert_op != "copy" and not known:
+        raise MoesaicError(
+            f"--expert-op {plan.recipe.expert_op}: experts of {plan.model.family.model_type} are not stored as gate, "
+            "up and down matrices; use copy"
         )
 
 

@@ -61,10 +61,10 @@ def view_of(checkpoint: Checkpoint) -> View:
 
         return _checked(emo_view(checkpoint))
     if not becomes_ours(model_type):
-        detect_moe(checkpoint)  # says what is wrong with a model that is no mixture of experts
+        family = detect_moe(checkpoint).family  # says what is wrong with a model that is no mixture of experts
+        way_out = "" if family.derived else f"; --to {model_type} changes its layout or dtype"
         raise MoesaicError(
-            f"{checkpoint.name}: {model_type} cannot become another family, because "
-            f"{MOE_FAMILIES[model_type].no_twin}; --to {model_type} changes its layout or dtype"
+            f"{checkpoint.name}: {model_type} cannot become another family, because {family.no_twin}{way_out}"
         )
     model = detect_moe(checkpoint)
     if (base := our_base(model_type)) is not None:

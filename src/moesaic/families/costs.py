@@ -63,8 +63,10 @@ def _widths(shapes: Mapping[str, tuple[int, ...]]) -> AttentionWidths | None:
     if "qkv_proj" in shapes:
         return AttentionWidths(query=value, value=value, cached=shapes["qkv_proj"][0] - value)
     if "kv_b_proj" in shapes and "kv_a_proj_with_mqa" in shapes:
-        query = shapes["q_b_proj"][0] if "q_b_proj" in shapes else shapes["q_proj"][0]
-        return AttentionWidths(query=query, value=value, cached=shapes["kv_a_proj_with_mqa"][0])
+        queries = shapes.get("q_b_proj") or shapes.get("q_proj")
+        if queries is None:
+            return None
+        return AttentionWidths(query=queries[0], value=value, cached=shapes["kv_a_proj_with_mqa"][0])
     return None
 
 

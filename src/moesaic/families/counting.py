@@ -15,10 +15,9 @@ from moesaic.families.config_values import check_values, require, text_config
 from moesaic.families.dense_table import FAMILIES, ffn_shapes, has_ffn_bias, other_shapes
 from moesaic.families.family import our_base
 from moesaic.families.moe_table import MOE_FAMILIES
+from moesaic.families.shrink import TOP_K_KEYS
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-TOP_K_KEYS = ("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_token")
 
 # Routed experts are stored fused (E first) or one tensor per expert; shared experts never match.
 _PER_EXPERT = re.compile(r"\.experts\.(?P<expert>\d+)\.")

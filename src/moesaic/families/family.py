@@ -5,7 +5,7 @@ experts are stored, which dense model it is made of, what `export` may write as 
 with it, and which verbs do not work. All other code reads these fields and never asks for a family's name.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,11 +18,6 @@ MOE_PREFIX = "moesaic_"
 
 MULTIPLIERS = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
 """Config keys of Granite's multipliers; 1 in all other families."""
-
-COLUMNS = ("read", "train", "expand", "select", "extract", "write fused", "write per-expert", "GGUF", "vLLM")
-"""What `moesaic families` says of each family."""
-
-YES = "yes"
 
 PLAIN_LAYERS = "plain decoder layers"
 PLAIN_TOP_K, ONE_PER_GROUP = "plain top-k", "one expert per group"
@@ -123,6 +118,18 @@ OURS_LAYOUTS = Layouts(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where the slots of experts are, by names below `model.layers.N.`, in every layout that a family is stored in."""
+
+    stacked: Mapping[str, tuple[str, int]]
+    """Name -> role, and axis of the experts."""
+    own: Mapping[str, str]
+    """Name with `{expert}`, of a tensor that each expert has for itself -> role."""
+    shared: tuple[str, ...] = ()
+    """Beginnings of the names of shared experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DenseTwin:
     """The dense model whose class, with our MoE block in place of the FFN, computes what the family computes.
 
@@ -185,8 +192,8 @@ class MoEFamily:
     decides between the two. `scaling_key` multiplies the weights, `group_keys` are the number of groups and of groups
     chosen in group-limited selection, `selection_bias` says that a bias is added to the scores for the selection alone.
 
-    How it is stored: `layouts`; `interleaved`: stacked matrices are (input, output), and the outputs of gate and up
-    alternate.
+    How it is stored: `layouts`; `transposed`: stacked matrices are (input, output); `interleaved`: the outputs of gate
+    and up alternate; without `gated` there is no gate, but `up` and `down` alone.
     """
 
     model_type: str
@@ -195,19 +202,32 @@ class MoEFamily:
     notes: str = ""
     """Where the family comes from, or what is special about it; one line."""
     limits: Mapping[str, str] = field(default_factory=dict)
-    """Column of `COLUMNS` -> why it is no plain yes."""
+    """Column of `support.COLUMNS` -> no and why, or what holds beside "tested"."""
 
     experts_key: str
     top_k_key: str = "num_experts_per_tok"
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "unknown"] = "softmax"
     weighting: str = "selected"
     scaling_key: str | None = None
     group_keys: tuple[str, str] | None = None
     selection_bias: bool = False
 
     layouts: Layouts
+    transposed: bool = False
     interleaved: bool = False
+    gated: bool = True
+    places: Places | None = None
+    """None: those of `moe.USUAL`, by names that many families share."""
+    uniform: bool = True
+    """Layers differ in nothing but their FFN, so that a tensor of attention that one layer lacks is missing."""
 
+    adds_up: bool = True
+    """m copies of every expert, all active, have together the weight that the expert had alone (docs/statements.md,
+    E1), or have m times it and `scaling_key` can make up for it."""
+    derived: bool = False
+    """Read off transformers' class (`derive`), not written here."""
+    returns: Literal["logits", "softmax", "sigmoid"] = "logits"
+    """What the router of transformers gives first: logits, or the scores already."""
     routers: tuple[str, ...] = ()
     """Classes of transformers whose routers our training rules can replace; none where a guess would be wrong."""
     router_weights_in_fp32: bool = False
@@ -226,30 +246,9 @@ class MoEFamily:
     target: NativeTarget | None = None
     gguf: GgufFacts | None = None
 
-    @property
-    def cells(self) -> dict[str, str]:
-        """Column -> "yes", or why not or when."""
-        return {column: self.limits.get(column, YES) for column in COLUMNS}
-
     def normalises(self, config: Config) -> bool:
         """Whether the weights of the selected experts sum to a constant."""
         if self.weighting in ("selected", "all"):
             return self.weighting == "selected"
         # transformers' own defaults: families with sigmoid scores renormalise, those with softmax don't.
         return config.get(self.weighting, self.scoring == "sigmoid") in (True, "selected", "sigmoid")
-
-    def to_json(self) -> dict[str, object]:
-        """Plain values, for `moesaic families --json`."""
-        return {"model_type": self.model_type, "about": self.about, "cells": self.cells, "notes": self.notes}
-
-
-def markdown(rows: Iterable[MoEFamily]) -> str:
-    """The table of docs/families.md, with the reasons below it."""
-    reasons: dict[str, int] = {}
-    lines = [f"| model_type | what | {' | '.join(COLUMNS)} |", "|" + "---|" * (len(COLUMNS) + 2)]
-    for row in rows:
-        cells = [
-            YES if cell == YES else f"({reasons.setdefault(cell, len(reasons) + 1)})" for cell in row.cells.values()
-        ]
-        lines.append(f"| `{row.model_type}` | {row.about} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"({number}) {reason}  " for reason, number in reasons.items())])

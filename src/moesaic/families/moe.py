@@ -14,15 +14,14 @@ from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.families.config_values import MOE_KINDS, check_values, require
 from moesaic.families.counting import beyond_depth, layer_of
-from moesaic.families.family import MoEFamily
+from moesaic.families.family import MoEFamily, Places
 from moesaic.families.moe_table import KNOWN, family_of, way_out
+from moesaic.families.shrink import EXPERT_KEYS, TOP_K_KEYS
 
-EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-TOP_K_ALIASES = ("experts_per_token",)
-"""Further keys of the number of active experts (GPT-OSS as published)."""
+EXPERT_COUNT_KEYS, TOP_K_ALIASES = EXPERT_KEYS, TOP_K_KEYS
 
 _LAYER = re.compile(r"^(?P<prefix>.*?layers\.)(?P<layer>\d+)\.(?P<rest>.+)$")
-_OWN = re.compile(r"^(?P<head>(?:mlp|block_sparse_moe)\.experts\.)(?P<expert>\d+)\.(?P<tail>.+)$")
+_OWN = re.compile(r"^(?P<head>(?:.+\.)?experts\.)(?P<expert>\d+)\.(?P<tail>.+)$")
 
 # Name below `layers.N.` -> (role, axis of the experts). Spellings: ours and transformers' fused layout, GPT-OSS,
 # Granite-MoE as published, DeepSeek/GLM and ERNIE selection biases.
@@ -46,9 +45,10 @@ _STACKED = {
     }.items()
 }
 
-# Tail of a tensor that one expert has for itself -> role.
+# Name of a tensor that one expert has for itself -> role.
 _OWN_ROLES = {
-    f"{name}.{kind}": role + suffix
+    f"{block}.experts.{{expert}}.{name}.{kind}": role + suffix
+    for block in ("mlp", "block_sparse_moe")
     for kind, suffix in (("weight", ""), ("bias", "_bias"))
     for name, role in {
         "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down",
@@ -57,7 +57,20 @@ _OWN_ROLES = {
 
 _FFN = re.compile(r"(?:mlp|block_sparse_moe|shared_mlp)\.")
 _IN_EVERY_LAYER = re.compile(r"self_attn\.|\w*norm\w*\.")
-_SHARED = re.compile(r"^(?:(?:mlp|block_sparse_moe)\.shared_experts?(?:_gate)?|shared_mlp)\.")
+USUAL = Places(
+    stacked=_STACKED,
+    own=_OWN_ROLES,
+    shared=(
+        "shared_mlp",
+        *(
+            f"{block}.{name}{end}"
+            for block in ("mlp", "block_sparse_moe")
+            for name in ("shared_expert", "shared_experts")
+            for end in ("", "_gate")
+        ),
+    ),
+)
+"""The names of the families with a row of `moe_table`."""
 
 _Named = tuple[str, str]
 """A tensor's name, and what of it comes after `layers.N.`."""
@@ -65,7 +78,11 @@ _Named = tuple[str, str]
 PREDICTION_KEY = "num_nextn_predict_layers"
 """Layers that predict further tokens (DeepSeek-V3, GLM-4.5): stored behind the model's last one, and not run."""
 
-ROUTER_ROLES = frozenset({"router", "router_bias", "selection_bias"})
+ROUTER_ROLES = frozenset({"router", "router_bias", "selection_bias", "router_scale"})
+
+REORDERED = " (reordered)"
+"""End of the role of a tensor whose numbers stand in another order than in the model's own: a slot of it is no slot of
+another layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,15 +151,15 @@ def read_experts(checkpoint: Checkpoint, family: MoEFamily) -> MoEModel:
     for tensor in checkpoint.tensors:
         if match := _LAYER.match(tensor):
             by_layer.setdefault(int(match["layer"]), []).append((tensor, match["rest"]))
-    _refuse_missing(checkpoint, by_layer)
+    _refuse_missing(checkpoint, by_layer, family)
     layers = tuple(
         layer
         for index in sorted(by_layer)
-        if (layer := _read_layer(checkpoint, index, by_layer[index], count)) is not None
+        if (layer := _read_layer(checkpoint, index, by_layer[index], count, family)) is not None
     )
     if not layers:
         raise MoesaicError(f"{checkpoint.name}: no layer has experts; config.json says {family.experts_key} = {count}")
-    top_k = _integer(config, family.top_k_key, checkpoint)
+    top_k = _active(config, family, checkpoint)
     if top_k > count:
         raise MoesaicError(
             f"{checkpoint.name}: config.json says {family.top_k_key} = {top_k}, but there are only {count} experts"
@@ -181,26 +198,29 @@ def expert_count(config: Mapping[str, Any], family: MoEFamily, name: str) -> int
     raise MoesaicError(f"{name}: config.json has no number of experts ({family.experts_key})")
 
 
-def _integer(config: Mapping[str, Any], key: str, checkpoint: Checkpoint) -> int:
-    value = config.get(key)
-    if not isinstance(value, int):
-        raise MoesaicError(f"{checkpoint.name}: config.json has no {key}")
+def _active(config: Mapping[str, Any], family: MoEFamily, checkpoint: Checkpoint) -> int:
+    keys = (family.top_k_key, *(TOP_K_ALIASES if family.derived else ()))
+    value = next((config[key] for key in keys if isinstance(config.get(key), int)), None)
+    if value is None:
+        raise MoesaicError(f"{checkpoint.name}: config.json has no {family.top_k_key}")
     return value
 
 
-def _refuse_missing(checkpoint: Checkpoint, by_layer: Mapping[int, Sequence[_Named]]) -> None:
+def _refuse_missing(checkpoint: Checkpoint, by_layer: Mapping[int, Sequence[_Named]], family: MoEFamily) -> None:
     """Refuse a layer without any tensor, without an FFN, or without an attention tensor or norm that another layer has.
 
-    The layers of all families here differ in nothing but their FFN, dense or of experts.
+    The last two only in families whose layers differ in nothing but their FFN, dense or of experts, by usual names.
     """
     depth = checkpoint.config["num_hidden_layers"]
     found: dict[int, dict[str, str]] = {}
     for index in range(depth):
         rests = {rest: name for name, rest in by_layer.get(index, ())}
         found[index] = {rest: name for rest, name in rests.items() if _IN_EVERY_LAYER.match(rest)}
-        if not any(map(_FFN.match, rests)):
+        if not rests or not (family.derived or any(map(_FFN.match, rests))):
             what = "FFN or experts" if rests else "tensors"
             raise MoesaicError(f"{checkpoint.name}: layer {index} has no {what}: the checkpoint is incomplete")
+    if not family.uniform:
+        return
     every = {rest: (index, name) for index, rests in found.items() for rest, name in rests.items()}
     for index, rests in found.items():
         for rest, (other, name) in every.items():
@@ -209,26 +229,30 @@ def _refuse_missing(checkpoint: Checkpoint, by_layer: Mapping[int, Sequence[_Nam
                 raise MoesaicError(f"{checkpoint.name}: tensor {lost} is missing: the checkpoint is incomplete")
 
 
-def _read_layer(checkpoint: Checkpoint, index: int, names: list[_Named], count: int) -> MoELayerTensors | None:
+def _read_layer(
+    checkpoint: Checkpoint, index: int, names: list[_Named], count: int, family: MoEFamily
+) -> MoELayerTensors | None:
     """The expert tensors of one layer; None for a dense layer (no expert tensors in it)."""
+    places = family.places or USUAL
     stacked: list[ExpertTensor] = []
     own: dict[tuple[str, str], set[int]] = {}
     shared: list[str] = []
     for name, rest in names:
-        if place := _STACKED.get(rest):
+        if place := places.stacked.get(rest):
             stacked.append(_stacked(checkpoint, name, *place, count))
-        elif (part := _OWN.match(rest)) and (role := _OWN_ROLES.get(part["tail"])):
-            template = f"{name.removesuffix(rest)}{part['head']}{{expert}}.{part['tail']}"
-            own.setdefault((role, template), set()).add(int(part["expert"]))
-        elif _OWN.match(rest):
-            raise MoesaicError(f"{checkpoint.name}: unknown expert tensor {name}")
-        elif _SHARED.match(rest):
+        elif part := _OWN.match(rest):
+            template = f"{part['head']}{{expert}}.{part['tail']}"
+            if (role := places.own.get(template)) is None:
+                raise MoesaicError(f"{checkpoint.name}: unknown expert tensor {name}")
+            own.setdefault((role, name.removesuffix(rest) + template), set()).add(int(part["expert"]))
+        elif any(rest.startswith(f"{start}.") for start in places.shared):
             shared.append(name)
     tensors = [*stacked, *(_own(checkpoint, *key, experts, count) for key, experts in own.items())]
-    roles = {tensor.role for tensor in tensors}
+    roles = {tensor.role.removesuffix(REORDERED) for tensor in tensors}
     if not roles - ROUTER_ROLES:
         return None
-    if not {"router", "down"} <= roles or not ("gate_up" in roles or {"gate", "up"} <= roles):
+    inputs = {"gate", "up"} if family.gated else {"up"}
+    if not {"router", "down"} <= roles or not ("gate_up" in roles or inputs <= roles):
         raise MoesaicError(
             f"{checkpoint.name}: layer {index} has {', '.join(sorted(roles))} but no complete experts and router"
         )

@@ -26,6 +26,7 @@ from moesaic.families.family import (
     NativeTarget,
     our_base,
 )
+from moesaic.families.shrink import EXPERT_KEYS
 
 EMPTY_SHARED_WIDTH = 64
 """Width of the shared expert of zeros that Qwen2-MoE needs where the model has none."""
@@ -108,9 +109,10 @@ _GRANITE_GGUF = GgufFacts(allowed=_SILU | _LLAMA_ROPE | _none("attention_bias"))
 # --- the rows ---------------------------------------------------------------------------------------------------------
 
 _GROUPS = ("n_group", "topk_group")
-_VLLM_LATENT = "not in the CPU build (0.32), whose latent attention is off by 0.17; all the rest agrees"
+_VLLM_LATENT = "no: not in the CPU build (0.32), whose latent attention is off by 0.17; all the rest agrees"
 _LATENT = "its latent attention is that of no dense model"
 _STACKED_ONLY = {"write per-expert": "no: published with stacked experts only"}
+_VERBS_ON_MOES = ("inspect", "select", "extract", "merge-back", "restrict", "expand", "verify", "train", "rules")
 _AFTER_EXPORT = "after `moesaic export CHECKPOINT OUT --to moesaic`"
 
 # fmt: off
@@ -210,9 +212,10 @@ _ROWS = (
             "train": "no: transformers does not keep its packed documents apart by their position ids",
             "write per-expert": f"no: {GPT_OSS_LAYOUTS.reason}",
             "GGUF": "with logits off by 5e-4: llama.cpp rounds the range of YaRN (truncate: false)",
-            "vLLM": "not in the CPU build (0.32), which has no kernel for experts with biases",
+            "vLLM": "no: not in the CPU build (0.32), which has no kernel for experts with biases",
         },
-        experts_key="num_local_experts", layouts=GPT_OSS_LAYOUTS, interleaved=True, window_every=2,
+        experts_key="num_local_experts", layouts=GPT_OSS_LAYOUTS, transposed=True, interleaved=True,
+        window_every=2,
         no_twin="its attention has sinks and its experts clamp their activations",
         gguf=GgufFacts(
             allowed={"rope": _only("default", "yarn")},
@@ -295,7 +298,7 @@ EMO = MoEFamily(
     model_type="emo",
     about="released EMO checkpoints",
     notes="read by export only: its own code no longer imports on current transformers",
-    limits=dict.fromkeys(("train", "expand", "select", "extract"), _AFTER_EXPORT)
+    limits=dict.fromkeys(_VERBS_ON_MOES, _AFTER_EXPORT)
     | {"GGUF": "as qwen2_moe, on the way", "vLLM": "after export, as qwen2_moe or our architecture"},
     experts_key="num_experts",
     layouts=QWEN_LAYOUTS,
@@ -305,7 +308,7 @@ EMO = MoEFamily(
 MOE_FAMILIES: Mapping[str, MoEFamily] = {row.model_type: row for row in _ROWS}
 """The families of transformers."""
 
-KNOWN = ", ".join([*MOE_FAMILIES, OURS.model_type])
+KNOWN = f"{', '.join([*MOE_FAMILIES, OURS.model_type])}, and the others that `moesaic families` lists"
 """For messages."""
 
 TARGETS: Mapping[str, NativeTarget] = {
@@ -319,10 +322,30 @@ _OURS_WITH_SIGMOID = replace(OURS, scoring="sigmoid")
 
 
 def family_of(config: Config) -> MoEFamily | None:
-    """The row of a config's `model_type`; None for a type without experts or without a row."""
+    """The row of a config's `model_type`, written here or read off transformers' class; None for a model without
+    experts, and for a type that transformers does not have.
+
+    Raises:
+        MoesaicError: a family whose class cannot be used, and why.
+    """
     if our_base(config.get("model_type")) is None:
-        return MOE_FAMILIES.get(str(config.get("model_type")))
+        return MOE_FAMILIES.get(str(config.get("model_type"))) or _derived(config)
     return _OURS_WITH_SIGMOID if config.get(OURS.weighting) == "sigmoid" else OURS
+
+
+def _derived(config: Config) -> MoEFamily | None:
+    """Only for a config that has a number of experts: reading a class imports torch and transformers."""
+    model_type = str(config.get("model_type"))
+    if model_type in EMO.export_first or not any(isinstance(config.get(key), int) for key in EXPERT_KEYS):
+        return None
+    from moesaic.families.derive import causal_types, derive, flags_of
+
+    if model_type not in causal_types():
+        return None
+    try:
+        return derive(model_type, flags_of(config))
+    except LookupError:  # a dense class
+        return None
 
 
 def way_out(model_type: object) -> str:
@@ -330,9 +353,3 @@ def way_out(model_type: object) -> str:
     if model_type not in EMO.export_first:
         return ""
     return "; convert it first: `moesaic export CHECKPOINT OUT --to moesaic`"
-
-
-def support() -> tuple[MoEFamily, ...]:
-    """The rows of `moesaic families`, every cell of which is run on a tiny checkpoint: most in
-    tests/integration/test_families.py, GGUF and vLLM in `make interop`."""
-    return (*_ROWS, OURS, EMO)

@@ -6,7 +6,7 @@ from typing import Any
 
 from moesaic.common.errors import MoesaicError
 from moesaic.families.dense_table import FAMILIES
-from moesaic.families.family import DenseTwin, our_base
+from moesaic.families.family import DenseTwin, MoEFamily, our_base
 from moesaic.families.moe_table import MOE_FAMILIES, OURS
 
 STEMS = {row.model_type: row.stem for row in FAMILIES.values()}
@@ -47,13 +47,12 @@ def code_files(config: Mapping[str, Any]) -> dict[str, str]:
     return {modeling_file().name: modeling_file().read_text(encoding="utf-8")}
 
 
-def conversion_of(model_type: str, name: str) -> DenseTwin:
+def conversion_of(family: MoEFamily, name: str) -> DenseTwin:
     """How a native family becomes ours, for `expand --routing one_per_copy_group`; a MoesaicError says why it can't."""
-    family = MOE_FAMILIES[model_type]
     if family.twin is None:
         converting = [row.model_type for row in MOE_FAMILIES.values() if row.twin is not None]
         raise MoesaicError(
-            f"--routing one_per_copy_group: {name}: {model_type} cannot become our architecture, because "
+            f"--routing one_per_copy_group: {name}: {family.model_type} cannot become our architecture, because "
             f"{family.no_twin}; use --routing plain (families that convert: {OURS.model_type}, {', '.join(converting)})"
         )
     return family.twin

@@ -3,7 +3,7 @@
 Letters: T tokens, D hidden, E experts, K active, H twice the experts' width, R rows of one expert.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,13 +36,18 @@ class MoEBlock:
     experts: Any
     """All routed experts, stacked; called with (hidden, ids, weights)."""
 
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.experts.down_proj.shape[0]
+
 
 def find_block(layer: nn.Module) -> MoEBlock | None:
     """The MoE block of a decoder layer; None for a dense layer."""
     for block in layer.modules():
         experts = getattr(block, "experts", None)
         router = next((getattr(block, name) for name in _ROUTER_NAMES if hasattr(block, name)), None)
-        if isinstance(experts, nn.Module) and hasattr(experts, "gate_up_proj") and isinstance(router, nn.Module):
+        if isinstance(experts, nn.Module) and hasattr(experts, "down_proj") and isinstance(router, nn.Module):
             return MoEBlock(block=block, router=router, experts=experts)
     return None
 
@@ -84,7 +89,7 @@ def run_experts(
     once, so the pass costs what a plain one does. Works on every experts module of transformers' interface: transposed
     matrices, biases and gates of its own (GPT-OSS) included.
     """
-    num_experts, active = experts.gate_up_proj.shape[0], ids_TK.shape[1]
+    num_experts, active = experts.down_proj.shape[0], ids_TK.shape[1]
     wide = torch.promote_types(hidden_TD.dtype, torch.float32)
     order_A = ids_TK.reshape(-1).argsort(stable=True)
     counts = ids_TK.reshape(-1).bincount(minlength=num_experts).tolist()
@@ -113,6 +118,9 @@ def _number_of_rows(count: int, hidden_TD: Tensor) -> int:
 
 
 def _one_expert(experts: Any, expert: int, hidden_RD: Tensor) -> Tensor:
+    if not experts.has_gate or experts.has_post_expert_norm:
+        ids_R1 = torch.full((len(hidden_RD), 1), expert, device=hidden_RD.device)
+        return type(experts).forward(experts, hidden_RD, ids_R1, torch.ones_like(ids_R1, dtype=hidden_RD.dtype))
     bias = experts.has_bias
     gate_up_RH = _linear(experts, hidden_RD, experts.gate_up_proj[expert])
     if bias:
@@ -123,6 +131,14 @@ def _one_expert(experts: Any, expert: int, hidden_RD: Tensor) -> Tensor:
 
 def _linear(experts: Any, input_RX: Tensor, weight: Tensor) -> Tensor:
     return input_RX @ weight if experts.is_transposed else F.linear(input_RX, weight)
+
+
+def decision_of(output: Sequence[Tensor], returns: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits TE, weights TK and ids TK of what a router gave; of scores, logits that give the same scores."""
+    first_TE, weights_TK, ids_TK = output[:3]
+    inverse = {"logits": lambda values: values, "softmax": torch.log, "sigmoid": torch.logit}[returns]
+    logits_TE = inverse(first_TE).reshape(-1, first_TE.shape[-1])
+    return logits_TE, weights_TK.reshape(len(logits_TE), -1), ids_TK.reshape(len(logits_TE), -1)
 
 
 def probabilities(logits_TE: Float[Tensor, "tokens experts"], scoring: Scoring) -> Float[Tensor, "tokens experts"]:
@@ -161,8 +177,11 @@ class Routed:
 
 
 @contextmanager
-def observed(layer: nn.Module) -> Iterator[Callable[[], Routed]]:
-    """Watch a decoder layer with an MoE block; gives a function that says what the last call did, and forgets it."""
+def observed(layer: nn.Module, returns: str = "logits") -> Iterator[Callable[[], Routed]]:
+    """Watch a decoder layer with an MoE block; gives a function that says what the last call did, and forgets it.
+
+    `returns` is what the family's router gives first (`MoEFamily.returns`).
+    """
     block = find_block(layer)
     assert block is not None, "a dense layer"
     seen: dict[nn.Module, tuple[Any, Any]] = {}
@@ -176,27 +195,29 @@ def observed(layer: nn.Module) -> Iterator[Callable[[], Routed]]:
         return routed_TD
 
     def routed() -> Routed:
-        found = _routed(layer, block, seen)
+        found = _routed(layer, block, seen, returns)
         seen.clear()
         return found
 
     with ExitStack() as stack:
         stack.enter_context(replaced_forward(block.experts, forward))
-        for module in dict.fromkeys((*layer.children(), block.router, block.block)):
+        around = (module for module in layer.children() if module is not block.experts)
+        for module in dict.fromkeys((*around, block.router, block.block)):
             stack.callback(module.register_forward_hook(keep, with_kwargs=True).remove)
         yield routed
 
 
-def _routed(layer: nn.Module, block: MoEBlock, seen: Mapping[nn.Module, tuple[Any, Any]]) -> Routed:
+def _routed(layer: nn.Module, block: MoEBlock, seen: Mapping[nn.Module, tuple[Any, Any]], returns: str) -> Routed:
     """Of what each module was given and gave in one call, that which matters; tokens flattened."""
     assert block.router in seen, "the layer was not called"
-    logits_TE, weights_TK, ids_TK = seen[block.router][1]
+    logits_TE, weights_TK, ids_TK = decision_of(seen[block.router][1], returns)
     norms_TK, routed_TD = seen[block.experts]
-    given: Tensor = seen[block.block][0]
-    output: Tensor = _first(seen[block.block][1])
+    beside_ffn = block.block is layer  # Gemma 4: the experts stand beside the FFN, and the router sees the residual
+    given: Tensor = seen[block.router if beside_ffn else block.block][0]
+    output: Tensor = routed_TD.reshape(given.shape) if beside_ffn else _first(seen[block.block][1])
     residual = given
     for before, after in seen.values():
-        if _first(after) is given:  # the norm right before the block
+        if _first(after) is given and before.shape == given.shape:  # the norm right before the block
             residual = before
     beside = [_first(seen[child][1]) for name, child in layer.named_children() if name in _SHARED_BESIDE]
     width = given.shape[-1]

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 else:
     RuleName = Literal[tuple(RULES)]
 
-RULES_WORK_ON = "our own architecture, OLMoE, FlexOlmo, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Mixtral or Granite-MoE"
+RULES_WORK_ON = (
+    "our own architecture, OLMoE, FlexOlmo, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Mixtral, Granite-MoE or another with "
+    "plain softmax routers (`moesaic families`, column rules)"
+)
 
 BalanceScope = Literal["local", "global", "batch", "step"]
 PoolDraw = Literal["document_and_layer", "document"]

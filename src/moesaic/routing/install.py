@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
-from moesaic.families.moe_table import MOE_FAMILIES
+from moesaic.families.family import MoEFamily
+from moesaic.families.moe_table import MOE_FAMILIES, family_of
 from moesaic.routing.config import RULES_WORK_ON, RuleConfig
 from moesaic.routing.pools import RoutingContext
 from moesaic.routing.rules import RouterSettings, RoutingDecision, build_rule, decide
@@ -198,6 +199,9 @@ def routing_context(
 _FAMILY_OF = {name: row for row in MOE_FAMILIES.values() for name in row.routers}
 """Class of a router -> the family whose routers it is of."""
 
+_ROW = "_moesaic_row"
+"""The attribute of a router that holds the row of a family which is read off its class."""
+
 _OUR_ROUTER = "MoesaicRouter"
 
 OWN_BIAS = "e_score_correction_bias"
@@ -218,7 +222,7 @@ def _settings(router: Any, name: str) -> RouterSettings:
             group_score=router.group_score,
             routed_scaling_factor=router.routed_scaling_factor,
         )
-    row = _FAMILY_OF[name]
+    row: MoEFamily = router.__dict__.get(_ROW) or _FAMILY_OF[name]
     # The key of the config that decides about the weights is an attribute of the router.
     normalises = row.normalises({row.weighting: getattr(router, row.weighting, None)})
     return replace(own, weighting="selected" if normalises else "all", cast_weights=not row.router_weights_in_fp32)
@@ -252,10 +256,13 @@ def find_routers(model: nn.Module) -> list[tuple[nn.Module, RouterSettings]]:
     selection) would change the model silently. `tests/unit/routing/test_install.py` compares each with the family's own
     forward. Looks at the classes a module derives from, because FSDP replaces a module's class with a subclass of it.
     """
-    found = []
+    found, row = [], _derived_row(model)
     for module in model.modules():
-        names = (base.__name__ for base in type(module).__mro__)
-        name = next((name for name in names if name == _OUR_ROUTER or name in _FAMILY_OF), None)
+        names = [base.__name__ for base in type(module).__mro__]
+        if row is not None and any(name in row.routers for name in names):
+            module.__dict__[_ROW] = row
+        known = _ROW in module.__dict__
+        name = next((name for name in names if known or name == _OUR_ROUTER or name in _FAMILY_OF), None)
         if name is not None:
             found.append((module, _settings(module, name)))
     if not found:
@@ -263,3 +270,10 @@ def find_routers(model: nn.Module) -> list[tuple[nn.Module, RouterSettings]]:
             f"{type(model).__name__} has no router that training rules work on; take a model of {RULES_WORK_ON}"
         )
     return found
+
+
+def _derived_row(model: nn.Module) -> MoEFamily | None:
+    """The row read off the class of a model, where it has one that rules work on."""
+    config: Any = getattr(model, "config", None)
+    row = family_of(config.get_text_config().to_dict()) if hasattr(config, "get_text_config") else None
+    return row if row is not None and row.derived and row.routers else None

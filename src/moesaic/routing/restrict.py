@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from moesaic.checkpoint.record import read_provenance
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
+from moesaic.families.shrink import TOP_K_KEYS
 from moesaic.modeling.modeling_moesaic import group_members
 from moesaic.routing.capture import MoEBlock, find_blocks
 from moesaic.routing.config import RuleConfig
@@ -86,7 +87,7 @@ def restrict(model: nn.Module, selection: Selection | None, *, top_k: int | None
 
 
 def _check(model: nn.Module, blocks: Sequence[MoEBlock], selection: Selection) -> None:
-    counts = [block.experts.gate_up_proj.shape[0] for block in blocks]
+    counts = [block.num_experts for block in blocks]
     expected = [selection.source.num_experts] * len(selection.layers)
     if counts != expected:
         raise MoesaicError(
@@ -108,33 +109,63 @@ def _set(blocks: Sequence[MoEBlock], state: _State | None) -> None:
             own["forward"] = MethodType(_restricted_forward, block.router)
 
 
-def _restricted_forward(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _restricted_forward(router: Any, hidden_states: Tensor, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     (kept, top_k), layer = getattr(router, _ATTRIBUTE)
-    return forward_cut(router, hidden_states, kept[layer], top_k)
+    return forward_cut(router, hidden_states, *given, kept=kept[layer], top_k=top_k)
 
 
-def forward_cut(router: Any, hidden_states: Tensor, kept: Sequence[int], top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A router's own forward with the rows of the kept experts: logits (-inf for the others), weights and ids."""
-    kept_C = torch.tensor(kept, device=router.weight.device)
-    cut = _cut_router(router, kept_C, top_k)
+def forward_cut(
+    router: Any, hidden_states: Tensor, *given: Tensor, kept: Sequence[int], top_k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A router's own forward with the rows of the kept experts: logits (-inf for the others), weights and ids.
+
+    `given` is what its block gives it beside hidden states: a number per expert, which is cut too.
+    """
+    kept_C = torch.tensor(kept, device=hidden_states.device)
+    num_experts = _num_experts(router)
+    cut = _cut_router(router, kept_C, top_k, num_experts)
+    given = tuple(_kept_slots(tensor, kept_C, num_experts) for tensor in given)
     if INSTALLED in router.__dict__:
         install_cut(router, cut, kept)
         logits_TC, weights_TK, places_TK = cut.forward(hidden_states)
     else:
-        logits_TC, weights_TK, places_TK = type(router).forward(cut, hidden_states)
-    logits_TE = logits_TC.new_full((logits_TC.shape[0], router.weight.shape[0]), float("-inf"))
+        logits_TC, weights_TK, places_TK = type(router).forward(cut, hidden_states, *given)
+    logits_TE = logits_TC.new_full((logits_TC.shape[0], num_experts), float("-inf"))
     return logits_TE.index_copy(1, kept_C, logits_TC), weights_TK, kept_C[places_TK]
 
 
-def _cut_router(router: Any, kept_C: Tensor, top_k: int) -> Any:
-    """A module like `router` whose parameters and buffers have only the kept rows; shares nothing that it changes."""
-    cut = copy.copy(router)
-    cut.__dict__ = {name: value for name, value in router.__dict__.items() if name not in _OWN}
-    stored = {**router._parameters, **router._buffers}
+def _num_experts(router: Any) -> int:
+    """E: the rows of the largest matrix of a router."""
+    return max((tensor for tensor in router.parameters() if tensor.ndim == 2), key=torch.Tensor.numel).shape[0]
+
+
+def _kept_slots(tensor: Tensor, kept_C: Tensor, num_experts: int) -> Tensor:
+    """The slots of the kept experts of a tensor that has one each; any other as it is (hidden sizes are larger)."""
+    axis = next((axis for axis, length in enumerate(tensor.shape) if length == num_experts), None)
+    return tensor if axis is None else tensor.index_select(axis, kept_C)
+
+
+def _cut_module(module: Any, kept_C: Tensor, num_experts: int) -> Any:
+    """A module like this one whose parameters and buffers have only the kept slots; shares nothing that it changes."""
+    cut = copy.copy(module)
+    cut.__dict__ = {name: value for name, value in module.__dict__.items() if name not in _OWN}
+    stored = {**module._parameters, **module._buffers}
     cut._parameters, cut._buffers = {}, {}
     for name, tensor in stored.items():
-        cut.__dict__[name] = None if tensor is None else tensor.index_select(0, kept_C)
+        cut.__dict__[name] = None if tensor is None else _kept_slots(tensor, kept_C, num_experts)
+    cut._modules = {name: one and _cut_module(one, kept_C, num_experts) for name, one in module._modules.items()}
+    return cut
+
+
+def _cut_router(router: Any, kept_C: Tensor, top_k: int, num_experts: int) -> Any:
+    """A router like this one for the kept experts, `top_k` of them active."""
+    cut = _cut_module(router, kept_C, num_experts)
     cut.num_experts, cut.top_k = len(kept_C), top_k
+    if getattr(router, "config", None) is not None:  # some ask it at every call
+        cut.config = copy.copy(router.config)
+        for key in TOP_K_KEYS:
+            if hasattr(cut.config, key):
+                setattr(cut.config, key, top_k)
     if getattr(router, "members", None):
         # Our one_per_group: the groups that are left, with the members that are left.
         group_of = {expert: group for group, members in enumerate(router.members) for expert in members}

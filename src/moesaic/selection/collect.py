@@ -5,7 +5,7 @@ Letters: T tokens, D hidden, E experts, K active, A token-expert pairs.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.progress import progress
 from moesaic.families.identity import SourceModel
 from moesaic.families.moe import MoEModel
-from moesaic.routing.capture import Routed, Scoring, find_block, observed, probabilities, replaced_forward
+from moesaic.routing.capture import Routed, find_block, observed, probabilities, replaced_forward
 from moesaic.routing.restrict import forward_cut
 from moesaic.selection.statistics import SUMS, ExpertStatistics
 from moesaic.selection.stream import Batch, LoadedLayer, StreamedModel, make_batches
@@ -67,8 +67,8 @@ def collect_statistics(
                 _advance(layer, everything)
             else:
                 for domain, own in batches.items():
-                    sums[domain].append(LayerSums(source.num_experts, cast(Scoring, model.family.scoring)))
-                    _score(layer, own, sums[domain][-1], advance=layerwise is None)
+                    sums[domain].append(LayerSums(source.num_experts, model.family.scoring))
+                    _score(layer, own, sums[domain][-1], returns=model.family.returns, advance=layerwise is None)
                 if layerwise is not None:
                     alone = replace(source, layers=(layer.index,))
                     kept = layerwise([_statistics(found[-1:], alone, domain) for domain, found in sums.items()])
@@ -79,9 +79,9 @@ def collect_statistics(
     return [_statistics(found, source, domain) for domain, found in sums.items()]
 
 
-def _score(layer: LoadedLayer, batches: Sequence[Batch], sums: "LayerSums", *, advance: bool) -> None:
+def _score(layer: LoadedLayer, batches: Sequence[Batch], sums: "LayerSums", *, returns: str, advance: bool) -> None:
     """Add up what the layer does with all batches; and advance them through it, unless it is cut first."""
-    with observed(layer.module) as routed:
+    with observed(layer.module, returns) as routed:
         for batch in batches:
             output_BSD = layer.run(batch)
             sums.add(routed(), batch.mask_T)
@@ -98,15 +98,15 @@ def _advance_cut(layer: LoadedLayer, batches: Sequence[Batch], kept: tuple[int, 
     """Advance all batches through the layer with only some experts."""
     block = find_block(layer.module)
     assert block is not None
-    with replaced_forward(block.router, lambda hidden_states: forward_cut(block.router, hidden_states, kept, top_k)):
+    with replaced_forward(block.router, lambda *given: forward_cut(block.router, *given, kept=kept, top_k=top_k)):
         _advance(layer, batches)
 
 
 class LayerSums:
     """Sums over tokens that are not padding: float64, and int64 for counts."""
 
-    def __init__(self, num_experts: int, scoring: Scoring) -> None:
-        self._scoring: Scoring = scoring
+    def __init__(self, num_experts: int, scoring: Literal["softmax", "sigmoid", "unknown"]) -> None:
+        self._scoring: Literal["softmax", "sigmoid", "unknown"] = scoring
         self.tokens = 0
         self.counts_E = torch.zeros(num_experts, dtype=torch.int64)
         self.probability_E = torch.zeros(num_experts, dtype=torch.float64)
@@ -124,7 +124,7 @@ class LayerSums:
         self.tokens += len(real.logits_TE)
         ids_A = real.ids_TK.reshape(-1)
         self.counts_E += ids_A.bincount(minlength=len(self.counts_E))
-        self.probability_E += probabilities(real.logits_TE, self._scoring).sum(dim=0)
+        self.probability_E += self._probability(real)
         weighted_TK = real.weights_TK.double() * real.norms_TK.double()
         original_T1 = drift(real.residual_TD, real.routed_TD).unsqueeze(-1)
         emo_T1 = drift(real.input_TD, real.output_TD).unsqueeze(-1)
@@ -134,6 +134,13 @@ class LayerSums:
             (self.drift_emo_E, weighted_TK * emo_T1),
         ):
             total_E.index_add_(0, ids_A, values_TK.reshape(-1))
+
+    def _probability(self, real: Routed) -> Tensor:
+        """Sum of the router's probabilities; of its weights, scaled to sum 1, where its rule is not known."""
+        if self._scoring != "unknown":
+            return probabilities(real.logits_TE, self._scoring).sum(dim=0)
+        share_TK = real.weights_TK.double() / real.weights_TK.double().sum(dim=-1, keepdim=True)
+        return torch.zeros_like(self.probability_E).index_add_(0, real.ids_TK.reshape(-1), share_TK.reshape(-1))
 
 
 def drift(

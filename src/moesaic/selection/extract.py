@@ -184,7 +184,7 @@ def cut_config(config: Mapping[str, Any], model: MoEModel, selection: Selection,
         if config.get(key) == model.num_experts:
             new[key] = selection.counts[0]
     for key in (model.family.top_k_key, *TOP_K_ALIASES):
-        if key in config:
+        if config.get(key) == model.top_k:
             new[key] = active
     if config.get(PREDICTION_KEY) and selection.counts[0] < model.num_experts:
         new[PREDICTION_KEY] = 0

@@ -25,7 +25,7 @@ from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.numbers import NotFiniteError
 from moesaic.common.progress import no_library_bars
-from moesaic.families.moe import ROUTER_ROLES, MoELayerTensors, detect_running
+from moesaic.families.moe import MoELayerTensors, detect_running
 from moesaic.loading import explained_errors, load_config
 from moesaic.modeling.finite import first_not_finite, is_finite
 from moesaic.routing.capture import find_block, replaced_forward
@@ -36,11 +36,15 @@ _META = torch.device("meta")
 
 _PARAMETERS = {
     "gate_up_proj": "gate_up",
+    "up_proj": "up",
     "down_proj": "down",
     "gate_up_proj_bias": "gate_up_bias",
     "down_proj_bias": "down_bias",
 }
 """Parameter of an experts module -> role of its slots."""
+
+_ROLES = frozenset((*_PARAMETERS.values(), "gate", "gate_bias", "up_bias"))
+"""Those that are read right into their places; transformers' own conversion reads the others (a reordered matrix)."""
 
 
 @dataclass(eq=False)
@@ -51,8 +55,8 @@ class Batch:
     mask_T: Bool[Tensor, " tokens"]
     """False for padding; tokens are the sequences' positions, row by row."""
     hidden_BSD: Tensor | None = None
-    arguments: list[dict[str, Any]] | None = None
-    """Keyword arguments of each layer: positions, rotary embeddings, masks of the layer's kind."""
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    """What each layer is called with beside hidden states: positions, rotary embeddings, masks of the layer's kind."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,7 +82,8 @@ class LoadedLayer:
 
     def _call(self, batch: Batch) -> Tensor:
         assert batch.arguments is not None, "batches are prepared first"
-        output = self.module(batch.hidden_BSD, **batch.arguments[self.index])
+        more, keywords = batch.arguments[self.index]
+        output = self.module(batch.hidden_BSD, *more, **keywords)
         return output[0] if isinstance(output, tuple) else output
 
 
@@ -100,7 +105,7 @@ class StreamedModel:
             name
             for layer in self._moe_layers.values()
             for tensor in layer.expert_tensors
-            if tensor.role not in ROUTER_ROLES
+            if tensor.role in _ROLES
             for name in tensor.names(layer.num_experts)
         }
         self._fill_buffers()
@@ -129,9 +134,14 @@ class StreamedModel:
                 try:
                     # No attention mask: padding is on the right, where a causal model cannot see it.
                     self._base(input_ids=batch.ids_BS, use_cache=False)
+                except ValueError as error:  # of taking apart what a layer gives
+                    raise MoesaicError(
+                        f"{self._checkpoint.name}: layers of {self._base.config.model_type} hand on more than hidden "
+                        "states, so they cannot be run one at a time; use --method random"
+                    ) from error
                 except _RecordedError:
                     batch.hidden_BSD = calls[0][0]
-                    batch.arguments = [keywords for _, keywords in calls]
+                    batch.arguments = [(more, keywords) for _, more, keywords in calls]
         for module in around:
             module.to_empty(device=_META)
 
@@ -174,12 +184,12 @@ class _RecordedError(Exception):
 
 
 @contextmanager
-def _recording(layers: nn.ModuleList) -> Iterator[list[tuple[Tensor, dict[str, Any]]]]:
+def _recording(layers: nn.ModuleList) -> Iterator[list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]]]:
     """Have the layers record what they are called with, and pass their input on."""
-    calls: list[tuple[Tensor, dict[str, Any]]] = []
+    calls: list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]] = []
 
-    def record(hidden_BSD: Tensor, **keywords: Any) -> Tensor:
-        calls.append((hidden_BSD, keywords))
+    def record(hidden_BSD: Tensor, *more: Any, **keywords: Any) -> Tensor:
+        calls.append((hidden_BSD, more, keywords))
         if len(calls) == len(layers):
             raise _RecordedError
         return hidden_BSD
@@ -214,7 +224,7 @@ class ExpertStacks:
         """Give an experts module its weights; what another layer's module was given before is lost."""
         for name, role in _PARAMETERS.items():
             parameter = getattr(experts, name, None)
-            if parameter is None:
+            if parameter is None or expert_part(self._checkpoint, layer, role, 0) is None:
                 continue
             stack = self._memory.get(name)
             if stack is None or (stack.shape, stack.dtype) != (parameter.shape, parameter.dtype):

@@ -1,6 +1,7 @@
 """The ranks of a run: who they are, what they share, and sums over them. One process needs no torch.distributed."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ ResultT = TypeVar("ResultT")
 _PATIENCE = timedelta(hours=12)
 """How long ranks wait for each other: the first start tokenises the corpus, and an expansion writes the model, in one
 process. `torchrun` ends the others as soon as one fails."""
+
+_LOST = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited", re.IGNORECASE
+)
+"""What gloo and NCCL say, in plain RuntimeErrors, when a process that they talk to is no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +116,13 @@ def joined_world(parallel: ParallelRecipe) -> Iterator[World]:
         dist.init_process_group(backend, timeout=_PATIENCE)
     try:
         yield World(rank=rank, local_rank=local_rank, size=size, replicas=parallel.replicate, device=device)
+    except RuntimeError as error:
+        if size > 1 and (words := _LOST.search(str(error))):
+            raise MoesaicError(
+                f"rank {rank} lost another rank of this run ({words[0]}): see what that one said; "
+                "--resume goes on from the last state"
+            ) from error
+        raise
     finally:
         if meeting:
             dist.destroy_process_group()

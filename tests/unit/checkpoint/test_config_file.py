@@ -64,6 +64,13 @@ def test_transformers_reads_the_same_rope_from_both(tmp_path, family):
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == config.rope_parameters
 
 
+def test_a_mixture_with_ropes_by_layer_keeps_its_one_spelling():
+    ropes = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    config = {"model_type": "laguna", "num_experts": 8, "rope_parameters": ropes}
+    assert both_ropes(config) == config
+    assert "rope_theta" in both_ropes(config | {"model_type": "moesaic_gemma3_text"})
+
+
 def test_what_transformers_leaves_out_is_taken_over_and_what_a_result_says_itself_is_not():
     made = {"model_type": "llama", "rope_parameters": {"rope_theta": 5e5}, "dtype": "bfloat16"}
     source = {"rope_theta": 5e5, "torch_dtype": "float32", "unsloth_version": "1", "model_type": "x"}

@@ -190,3 +190,10 @@ def test_lines_of_any_number_take_little_memory(tmp_path):
     (found,) = find_files(SourceRecipe(path=str(file), domain="d"))
     (record,) = read_records(found, ("text",), lambda _amount: None)
     assert record.where == f"{file}:{(1 << 20) + 1}"
+
+
+def test_a_table_with_a_field_without_an_end_is_one_line(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text('question,answer\na,b\n"' + "x" * 200_000)
+    with pytest.raises(MoesaicError, match=r"a\.csv: after row 1: not a table with commas"):
+        list(read_records(reading.rows_file(file), None, lambda _amount: None))
