@@ -330,7 +330,7 @@ def _assemble(capture: "Capture", prepared: Prepared, model: ModelFacts, *, scra
     return Inspection(
         model=model,
         data=data,
-        verdict=model_verdict(verdicts),
+        verdict=model_verdict(verdicts, statistics.effective_SL[0]),
         verdicts=verdicts,
         rule=RULE,
         clustering=clustering,
