@@ -85,7 +85,7 @@ def model_verdict(verdicts: Sequence[Verdict], effective_L: Float[ndarray, " lay
         return Verdict(level="healthy", sentence=f"all {len(verdicts)} MoE layers use their experts evenly")
     said = " and ".join(f"{number[level]} {level}" for level in ("collapsed", "skewed") if number[level])
     place = min(np.flatnonzero([verdict.level == worst for verdict in verdicts]), key=lambda layer: effective_L[layer])
-    sentence = f"of {len(verdicts)} MoE layers, {said}; the worst: {verdicts[place].sentence}"
+    sentence = f"of {len(verdicts)} MoE layers, {said}; the worst: {verdicts[int(place)].sentence}"
     return Verdict(level=worst, sentence=sentence)
 
 

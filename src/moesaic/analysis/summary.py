@@ -192,7 +192,7 @@ def _tables(inspection: Inspection, screen: Screen) -> Iterator[RenderableType]:
     yield _health(inspection, screen)
     yield _domains(inspection, screen)
     yield from _clusters(inspection, screen)
-    yield Text(f"First token: {inspection.first_token.sentence}.")
+    yield Text(f"First token: {inspection.first_token.sentence.partition(';')[0]}.")
 
 
 def _title(text: str) -> Text:
@@ -265,7 +265,7 @@ def _clusters(inspection: Inspection, screen: Screen) -> Iterator[RenderableType
         yield Text(f"No token clusters: {inspection.why_no_clusters}.")
         return
     figures = [f"purity {found.purity:.2f}"]
-    figures += [] if found.nmi is None else [f"information on domains {found.nmi:.2f}"]
+    figures += [] if found.nmi is None else [f"information {found.nmi:.2f}"]
     figures.append(f"{found.concentration:.0%} of a document in one")
     rows = []
     for index, cluster in enumerate(found.clusters[:_MOST_CLUSTERS]):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from moesaic.cli.build import Call, show
 from moesaic.cli.output import print_json, print_lines, print_result
+from moesaic.common.fold import room
 
 
 def generate(call: Call) -> int:
@@ -66,10 +67,11 @@ def inspect(call: Call) -> int:
 
 
 def compare(call: Call) -> int:
-    """Print the tables in a format; on a terminal the best of a column is bold."""
+    """Print the tables in a format; on a terminal the best of a column is bold, and wide ones are folded."""
     from moesaic.comparison.compare import compare
 
     found = compare.run(call.recipe)
     bold = sys.stdout.isatty() and not call.json
-    print_result(found.lines(call.further.get("format", "table"), bold=bold), found.to_dict(), as_json=call.json)
+    lines = found.lines(call.further.get("format", "table"), bold=bold, room=room())
+    print_result(lines, found.to_dict(), as_json=call.json)
     return 0
