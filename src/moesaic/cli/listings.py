@@ -44,7 +44,7 @@ def _table(rows: tuple[Support, ...]) -> list[str]:
     reasons: dict[str, int] = {}
     width = max(len(row.model_type) for row in rows)
     widths = [max(len(column), len(TESTED)) for column in COLUMNS]
-    made = [("", list(COLUMNS))]
+    made: list[tuple[str, list[str]]] = [("", list(COLUMNS))]
     for row in rows:
         values = [row.cells[column] for column in COLUMNS]
         marks = [one if one == TESTED else f"[{reasons.setdefault(one, len(reasons) + 1)}]" for one in values]
