@@ -87,13 +87,3 @@ def with_source_keys(config: Mapping[str, Any], source: Mapping[str, Any]) -> di
     """A config that transformers made, and the source's keys that it left out, such as those of older spellings."""
     lost = {key: value for key, value in source.items() if key not in config and key not in _MADE_ANEW}
     return {**lost, **config}
-
-
-def needs(config: Mapping[str, Any]) -> str:
-    """The end of a card: what loads a checkpoint that brings its own code; empty for one that needs none."""
-    if "auto_map" not in config:
-        return ""
-    return (
-        f"\nNeeds transformers {OLDEST_TRANSFORMERS} or newer; where Moesaic is not installed, with "
-        "`trust_remote_code=True`.\n"
-    )

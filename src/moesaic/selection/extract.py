@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.lazy import Lazy, stored
+from moesaic.checkpoint.push import pushed
 from moesaic.checkpoint.record import model_card, original_experts, read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.checkpoint.write import NewCheckpoint, WriteResult, write_unless_dry
@@ -45,6 +46,7 @@ class ExtractResult(WriteResult):
 
 
 @verb(ExtractRecipe, positional=("checkpoint", "selection"), out="folder")
+@pushed
 def extract(
     recipe: ExtractRecipe,
     out: str | Path,

@@ -10,6 +10,7 @@ import torch
 
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.lazy import Lazy, combine, concat, promoted, stored
+from moesaic.checkpoint.push import pushed
 from moesaic.checkpoint.record import PROVENANCE_FILE, model_card, read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.checkpoint.write import NewCheckpoint, WriteResult, write_unless_dry
@@ -50,6 +51,7 @@ class MergeBackResult(WriteResult):
 
 
 @verb(MergeBackRecipe, positional=("full", "subset"), out="folder")
+@pushed
 def merge_back(
     recipe: MergeBackRecipe,
     out: str | Path,

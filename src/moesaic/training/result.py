@@ -10,11 +10,18 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from moesaic.checkpoint.config_file import CONFIG_FILE, needs, with_source_keys, write_config
+from moesaic.checkpoint.config_file import CONFIG_FILE, with_source_keys, write_config
 from moesaic.checkpoint.output import require_disk
 from moesaic.checkpoint.pio import explained, sync_path
 from moesaic.checkpoint.reader import DTYPE_CODES
-from moesaic.checkpoint.record import copy_side_files, read_provenance, source_record, write_card, write_provenance
+from moesaic.checkpoint.record import (
+    copy_side_files,
+    how_to_load,
+    read_provenance,
+    source_record,
+    write_card,
+    write_provenance,
+)
 from moesaic.checkpoint.same_tokens import keep_ids
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter, OutputTensor, plan_files
@@ -98,7 +105,7 @@ def write_result(run: "Session", tensors: Mapping[str, Tensor]) -> None:
     sources = _write_side_files(run, aside, ids)
     if differs := keep_ids(run.tokenizer, aside):
         warn(differs)
-    write_card(aside, _card(run, on_disk) + needs(config))
+    write_card(aside, _card(run, on_disk) + how_to_load(aside, config))
     write_provenance(
         aside,
         verb="train",

@@ -36,6 +36,7 @@ from moesaic.training.fit import needs_routers, refuse_misfit
 from moesaic.training.optimizer import MasterWeights, build_optimizer, describe_trainable, freeze
 from moesaic.training.parallel import World, distributed_config, reshard, whole
 from moesaic.training.recipe import Precision, ScratchModel, TrainRecipe, scratch_config
+from moesaic.training.trackers import chosen_trackers
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -215,6 +216,7 @@ def check_dry(recipe: TrainRecipe) -> None:
     """`check_start`, and what making a model and loading a tokenizer that is here would refuse."""
     if isinstance(recipe.model, ScratchModel):
         refuse_unknown_keys(recipe.model)
+    chosen_trackers(recipe.trackers)
     config = check_start(recipe)
     if isinstance(recipe.model, ScratchModel):
         with torch.device("meta"), makes_a_model(recipe.model.family):

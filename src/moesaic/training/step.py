@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from moesaic.common.progress import Tick
 from moesaic.common.seeds import fold_key
 from moesaic.data.dataset import ValidationSet
 from moesaic.data.packing import PackedBatch
@@ -271,30 +272,44 @@ def where_not_finite(trainable: Trainable, batches: Sequence[PackedBatch]) -> st
 # --- held-out sets ----------------------------------------------------------------------------------------------------
 
 
-def validate(trainable: Trainable, sets: Sequence[ValidationSet]) -> dict[str, DomainLoss]:
-    """Run every held-out set through the model in evaluation mode: routing as at inference, without pools."""
-    found = document_losses(trainable, sets)
+def validation_batches(trainable: Trainable, sets: Sequence[ValidationSet]) -> int:
+    """How often `validate` will call `tick`."""
+    size = trainable.recipe.batch.micro_sequences * trainable.world.size
+    return sum(math.ceil(held_out.num_sequences / size) for held_out in sets)
+
+
+def validate(
+    trainable: Trainable, sets: Sequence[ValidationSet], tick: Tick = lambda _batches: None
+) -> dict[str, DomainLoss]:
+    """Run every held-out set through the model in evaluation mode: routing as at inference, without pools.
+
+    `tick(1)` is called after every batch.
+    """
+    found = document_losses(trainable, sets, tick)
     return {domain: ratio_with_error(losses_N, tokens_N) for domain, (losses_N, tokens_N) in found.items()}
 
 
-def document_losses(trainable: Trainable, sets: Sequence[ValidationSet]) -> dict[str, tuple[Tensor, Tensor]]:
+def document_losses(
+    trainable: Trainable, sets: Sequence[ValidationSet], tick: Tick = lambda _batches: None
+) -> dict[str, tuple[Tensor, Tensor]]:
     """The same, as total loss and number of predicted tokens of each document (float64, on the CPU), by domain."""
     model = trainable.model
     model.eval()
     try:
-        return {held_out.domain: _run(trainable, held_out) for held_out in sets}
+        return {held_out.domain: _run(trainable, held_out, tick) for held_out in sets}
     finally:
         model.train()
         reshard(model)
 
 
 @torch.no_grad()
-def _run(trainable: Trainable, held_out: ValidationSet) -> tuple[Tensor, Tensor]:
+def _run(trainable: Trainable, held_out: ValidationSet, tick: Tick) -> tuple[Tensor, Tensor]:
     world = trainable.world
     sums_2N = torch.zeros(2, held_out.num_documents, dtype=torch.float64, device=world.device)
     batches = held_out.batches(trainable.recipe.batch.micro_sequences, rank=world.rank, world_size=world.size)
     for batch in batches:
         add_losses(trainable.model, trainable.placed(batch), sums_2N)
+        tick(1)
     losses_N, tokens_N = world.sum(sums_2N).cpu()
     return losses_N, tokens_N
 
