@@ -260,6 +260,7 @@ def pools(case: Case, bias_LE: torch.Tensor) -> None:
             mine = documents == number
             best = set(rated_TE[mine].mean(0).topk(5).indices.tolist())
             assert set(decision.expert_ids_TK[mine].flatten().tolist()) <= best
+            assert decision.allowed_TE is not None
             assert all(set(row.nonzero().flatten().tolist()) == best for row in decision.allowed_TE[mine])
     case.model.eval()
     installed.uninstall()

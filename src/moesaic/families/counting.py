@@ -208,8 +208,9 @@ def predicts(config: Mapping[str, Any], name: str) -> bool:
 def place_of(config: Mapping[str, Any], name: str) -> int | None:
     """The layer of a stored tensor, those named `mtp.layers.N` counted behind the model's last one."""
     layer, depth = layer_of(name), config.get("num_hidden_layers")
-    named = layer is not None and isinstance(depth, int) and bool(_EXTRA_PREDICTION.search(name))
-    return depth + layer if named and not beyond_depth(config, layer) else layer  # pyright: ignore[reportOptionalOperand]
+    if layer is None or not isinstance(depth, int) or layer >= depth or not _EXTRA_PREDICTION.search(name):
+        return layer
+    return depth + layer
 
 
 def is_embedding(name: str) -> bool:

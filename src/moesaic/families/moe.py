@@ -150,8 +150,8 @@ def read_experts(checkpoint: Checkpoint, family: MoEFamily) -> MoEModel:
     count = expert_count(config, family, checkpoint.name)
     by_layer: dict[int, list[_Named]] = {}
     for tensor in checkpoint.tensors:
-        if (match := _LAYER.match(tensor)) and (layer := place_of(config, tensor)) is not None:
-            by_layer.setdefault(layer, []).append((tensor, match["rest"]))
+        if (match := _LAYER.match(tensor)) and (place := place_of(config, tensor)) is not None:
+            by_layer.setdefault(place, []).append((tensor, match["rest"]))
     _refuse_missing(checkpoint, by_layer, family)
     layers = tuple(
         layer
