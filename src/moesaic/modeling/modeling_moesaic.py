@@ -537,7 +537,7 @@ _ROUTERS = ("gate", "router")
 class MoesaicGroupRouter:
     """Let the family's own router choose between groups of experts, and send a token to the best of each chosen group.
 
-    Stands before the class of a family's router (``_group_router``), whose parameters have a slot per expert. That
+    Stands before the class of a family's router (``group_router``), whose parameters have a slot per expert. That
     class's forward is run on one member of each group at a time, for the logits, and then once on the groups: with
     their scores as hidden states and the identity as its matrix. So all that a family does with logits (softmax or
     sigmoid, a bias for the choice, groups of its own, scaling) is done by its own code, and done to each group once.
@@ -557,7 +557,9 @@ class MoesaicGroupRouter:
         groups = {"num_experts": len(members_GM)}
         outputs = []
         for member_G in safe_GM.unbind(dim=1):
-            one = _Slots(experts, matrix=functools.partial(torch.index_select, dim=0, index=member_G), vector=_zeros(member_G))
+            one = _Slots(
+                experts, matrix=functools.partial(torch.index_select, dim=0, index=member_G), vector=_zeros(member_G)
+            )
             router = one.module(self, groups | {"training": False})
             outputs.append(self.family.forward(router, hidden_states, *map(one.tensor, given)))
         first_TG = outputs[0][0].reshape(-1, len(members_GM))
@@ -631,7 +633,8 @@ def _vectors(router: Any, given: Sequence[Tensor], experts: int) -> list[Tensor]
 
 
 @functools.cache
-def _group_router(family: type) -> type:
+def group_router(family: type) -> type:
+    """Return the class of a family's router that chooses between groups."""
     return _named(type(family.__name__, (MoesaicGroupRouter, family), {"family": family}), f"Moesaic{family.__name__}")
 
 
@@ -648,7 +651,8 @@ def _group_routers(model: nn.Module, config: Any) -> None:
     per_layer = groups if groups and isinstance(groups[0], list) else [groups or []] * len(routers)
     if len(per_layer) != len(routers):
         raise ValueError(
-            f"expert_groups has {len(per_layer)} lists: it must be one list, or one for each of the {len(routers)} MoE layers"
+            f"expert_groups has {len(per_layer)} lists: it must be one list, or one for each of the {len(routers)} "
+            "MoE layers"
         )
     for router, ids in zip(routers, per_layer, strict=True):
         experts = max((one for one in router.parameters() if one.ndim == 2), key=Tensor.numel).shape[0]
@@ -656,7 +660,7 @@ def _group_routers(model: nn.Module, config: Any) -> None:
             raise ValueError(
                 f"expert_groups has {len(ids)} entries: it must name a group for each of the {experts} experts"
             )
-        router.__class__ = _group_router(type(router))
+        router.__class__ = group_router(type(router))
         router.members, router.group_score = group_members(ids), config.group_score
 
 
@@ -877,7 +881,9 @@ def _make_model_class(base: str, stem: str) -> type:
     name = f"Moesaic{stem}Model"
     if _has_experts(base):
         config_class = _get(f"Moesaic{stem}Config")
-        return _named(_make_moe_class(base, name, MODEL_MAPPING, config_class=config_class), name, _auto_class="AutoModel")
+        return _named(
+            _make_moe_class(base, name, MODEL_MAPPING, config_class=config_class), name, _auto_class="AutoModel"
+        )
     config_class = _get(f"Moesaic{stem}Config")
     parent: Any = MODEL_MAPPING[CONFIG_MAPPING[base]]
     body = {

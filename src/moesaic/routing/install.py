@@ -211,17 +211,12 @@ OWN_BIAS = "e_score_correction_bias"
 def _settings(router: Any, name: str) -> RouterSettings:
     """What a router of this class does by itself."""
     own = RouterSettings(num_experts=router.num_experts, top_k=router.top_k, weighting="selected", cast_weights=True)
-    if name == _OUR_ROUTER:
-        members: list[list[int]] = router.members or []
+    if members := getattr(router, "members", None):
         group_of = {expert: group for group, experts in enumerate(members) for expert in experts if expert >= 0}
-        groups = tuple(group_of[expert] for expert in range(router.num_experts)) if members else None
-        return replace(
-            own,
-            weighting=router.weighting,
-            groups=groups,
-            group_score=router.group_score,
-            routed_scaling_factor=router.routed_scaling_factor,
-        )
+        groups = tuple(group_of[expert] for expert in range(router.num_experts))
+        own = replace(own, groups=groups, group_score=router.group_score)
+    if name == _OUR_ROUTER:
+        return replace(own, weighting=router.weighting, routed_scaling_factor=router.routed_scaling_factor)
     row: MoEFamily = router.__dict__.get(_ROW) or _FAMILY_OF[name]
     # The key of the config that decides about the weights is an attribute of the router.
     normalises = row.normalises({row.weighting: getattr(router, row.weighting, None)})
