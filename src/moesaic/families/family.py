@@ -251,7 +251,7 @@ class MoEFamily:
 
     twin: DenseTwin | None = None
     no_twin: str = ""
-    """Why a checkpoint cannot become another family, or (without `twin`) our architecture."""
+    """Why a checkpoint cannot become another family, or (without `twin`) our architecture on a dense model."""
     export_first: tuple[str, ...] = ()
     """Model types of released checkpoints whose own code no longer imports: only `export` reads them."""
 

@@ -38,7 +38,8 @@ def check_router(config: Mapping[str, Any], name: str) -> None:
     if not torch.allclose(grouped_TE, alone_TE, rtol=1e-6, atol=0.0):
         raise MoesaicError(
             f"--routing one_per_copy_group: {name}: the router of {config['model_type']} does more than multiply "
-            "hidden states with a matrix and choose by the result, so it cannot choose between groups; use --routing plain"
+            "hidden states with a matrix and choose by the result, so it cannot choose between groups; use --routing "
+            "plain"
         )
 
 
