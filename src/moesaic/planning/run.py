@@ -22,7 +22,7 @@ from moesaic.families.costs import (
 from moesaic.families.counting import Shapes, config_shapes, count_shapes
 from moesaic.families.dense import detect
 from moesaic.families.dense_table import FAMILIES
-from moesaic.families.family import MOE_PREFIX
+from moesaic.families.family import our_base
 from moesaic.planning.recipe import PlanRecipe, PlanReport
 from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.training.planning import TrainPlan, plan_train
@@ -117,7 +117,7 @@ def plan_checkpoint(checkpoint: Checkpoint, *, context: int) -> PlanReport:
         shapes = {name: info.shape for name, info in checkpoint.tensors.items() if name not in model.dropped}
         notes += model.notices
         convert = memory_to_convert()
-    elif model_type.startswith(MOE_PREFIX):
+    elif our_base(model_type):
         _check_ours(checkpoint, config)
     figures = _figures(
         shapes,

@@ -28,7 +28,7 @@ from moesaic.checkpoint.writer import CheckpointWriter, OutputTensor, plan_files
 from moesaic.common.progress import warn
 from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.families.counting import count_shapes
-from moesaic.families.family import our_base
+from moesaic.families.family import base_of, our_base
 from moesaic.families.moe import PREDICTION_KEYS
 from moesaic.loading import load_generation_config
 from moesaic.modeling.cross_entropy import DomainLoss
@@ -205,9 +205,10 @@ def _write_config(run: "Session", folder: Path) -> dict[str, Any]:
     config = trainable.config
     config.dtype = DTYPES[recipe.precision]
     config.architectures = [type(trainable.model).__name__.removeprefix("FSDP")]
-    ours = our_base(config.model_type) is not None
+    ours = base_of(config.model_type) is not None
     if ours:
-        for key, value in (_inference_rule(trainable) | {"selection_bias": bool(own_biases(trainable))}).items():
+        bias = {"selection_bias": bool(own_biases(trainable))} if our_base(config.model_type) else {}
+        for key, value in (_inference_rule(trainable) | bias).items():
             setattr(config, key, value)
     source = open_checkpoint(recipe.model).config if isinstance(recipe.model, str) and not run.expansions else {}
     written = with_source_keys(config.to_diff_dict(), source)
