@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moesaic.checkpoint.lazy import Lazy, computed, promoted, stack, stored, together
+from moesaic.checkpoint.quantised import numbers_of, scheme_of, settings_of
 from moesaic.checkpoint.record import model_card, original_experts
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.checkpoint.write import NewCheckpoint
@@ -253,7 +254,10 @@ def _grown_pools(plan: ExpandPlan) -> int | list[int] | None:
 
 def parameters(tensors: Mapping[str, Lazy], config: Mapping[str, Any]) -> tuple[int, int]:
     """Total and active parameters of the result."""
-    counted = count_shapes({name: tensor.shape for name, tensor in tensors.items()}, config)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    if settings := settings_of(config):
+        shapes = numbers_of(scheme_of(settings, "the result"), shapes)
+    counted = count_shapes(shapes, config)
     return counted.total, counted.active
 
 

@@ -141,14 +141,20 @@ class ExpandPlan:
         )
 
 
-def resolve(recipe: ExpandRecipe, opener: Callable[[str], Checkpoint] = open_checkpoint) -> ExpandPlan:
+def _opened(recipe: ExpandRecipe) -> Checkpoint:
+    """The checkpoint; a quantised one as it is stored where experts are only copied and nothing asks for numbers."""
+    copied = recipe.expert_op == "copy" and recipe.routing == "plain" and _utility(recipe) != "weight_norm"
+    return open_checkpoint(recipe.checkpoint, as_stored=copied)
+
+
+def resolve(recipe: ExpandRecipe, opener: Callable[[ExpandRecipe], Checkpoint] = _opened) -> ExpandPlan:
     """Open the checkpoint's headers, fill in every default and check that everything fits together.
 
     Raises:
         MoesaicError: anything that the expansion could stumble over, except the values of weights and gradients.
     """
     parse_size(recipe.shard_size)
-    checkpoint = opener(recipe.checkpoint)
+    checkpoint = opener(recipe)
     model = detect_moe(checkpoint)
     count = model.num_experts
     if recipe.experts <= count:
@@ -270,7 +276,7 @@ _PASS_OPTIONS = ("utility_batches", "batch_size", "sequence_length")
 
 
 def _notices(plan: ExpandPlan) -> list[str]:
-    notices = []
+    notices = [*plan.checkpoint.dequantised]
     if plan.recipe.utility == "uniform" and plan.recipe.allocation != "greedy":
         notices.append(f"--allocation {plan.recipe.allocation} has no effect: uniform utilities go round robin")
     defaults = {field.name: field.default for field in fields(ExpandRecipe)}
