@@ -18,6 +18,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.families.family import MoEFamily
 from moesaic.families.moe_table import MOE_FAMILIES, family_of
+from moesaic.routing.added import AddedGradients
 from moesaic.routing.config import RULES_WORK_ON, RuleConfig
 from moesaic.routing.pools import RoutingContext
 from moesaic.routing.rules import RouterSettings, RoutingDecision, build_rule, decide
@@ -28,9 +29,10 @@ _ATTRIBUTE = "_moesaic_router"
 class RoutingRecord:
     """The decisions of one forward pass, in the order of the MoE layers."""
 
-    def __init__(self, context: RoutingContext, *, pools: bool | None) -> None:
+    def __init__(self, context: RoutingContext, *, pools: bool | None, added: AddedGradients | None) -> None:
         self.context = context
         self.pools = pools
+        self.added = added
         self._by_layer: dict[int, RoutingDecision] = {}
 
     @property
@@ -90,7 +92,11 @@ class InstalledRouter:
         with torch.autocast(hidden_TD.device.type, enabled=False):
             dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
             weight_ED: Tensor = self.router.weight  # pyright: ignore[reportAssignmentType]
-            decision = self._decide(F.linear(hidden_TD.to(dtype), weight_ED.to(dtype)))
+            logits_TE = F.linear(hidden_TD.to(dtype), weight_ED.to(dtype))
+            record = self.installation.record
+            if record is not None and record.added is not None:
+                logits_TE = record.added.tap(self.layer, logits_TE)
+            decision = self._decide(logits_TE)
         weights_TK = decision.weights_TK
         if self.settings.cast_weights:
             weights_TK = weights_TK.to(hidden_states.dtype)
@@ -106,7 +112,8 @@ class InstalledRouter:
                 raise RuntimeError("the document pool needs `with routing_context(...)` around forward and backward")
             return decide(self.rule, logits_TE, bias_E=bias_E)
         earlier = record.recorded(self.layer)
-        if earlier is not None and logits_TE.requires_grad and not earlier.logits_TE.requires_grad:
+        in_graph = earlier is None or earlier.logits_TE.requires_grad or record.added is not None
+        if logits_TE.requires_grad and not in_graph:
             raise RuntimeError(
                 "activation checkpointing must be non-reentrant (use_reentrant=False): losses had no graph"
             )
@@ -139,10 +146,7 @@ def install(model: nn.Module, config: RuleConfig, *, selection_bias: Tensor | bo
         device = next(model.parameters()).device
         selection_bias = torch.zeros(shape, dtype=torch.float32, device=device) if selection_bias else None
     elif selection_bias is not None and selection_bias.shape != (len(routers), routers[0][1].num_experts):
-        raise MoesaicError(
-            f"selection_bias is {list(selection_bias.shape)}, but the model has {len(routers)} MoE layers of "
-            f"{routers[0][1].num_experts} experts; the moesaic.json is another checkpoint's"
-        )
+        raise _misfit(selection_bias, len(routers), routers[0][1].num_experts)
     installation = Installation(config, selection_bias=selection_bias)
     installed = [
         InstalledRouter(router, settings, installation, layer) for layer, (router, settings) in enumerate(routers)
@@ -158,9 +162,15 @@ def install(model: nn.Module, config: RuleConfig, *, selection_bias: Tensor | bo
 
 
 def reinstall(model: nn.Module, record: Mapping[str, Any]) -> Installation:
-    """Install what `Installation.to_record` described (the `routing` entry of `moesaic.json`)."""
+    """Install what `Installation.to_record` described (the `routing` entry of `moesaic.json`).
+
+    Routers that can hold a bias themselves get it, so that it is saved with the model: files of earlier versions have
+    it in the record alone.
+    """
     bias = record["selection_bias"]
-    tensor = None if bias is None else torch.tensor(bias, dtype=torch.float32, device=next(model.parameters()).device)
+    tensor = None if bias is None else torch.tensor(bias, dtype=torch.float32)
+    if tensor is not None:
+        tensor = None if give_own_biases(model, tensor) else tensor.to(next(model.parameters()).device)
     return install(model, load_recipe(RuleConfig, record["rule"]), selection_bias=tensor)
 
 
@@ -173,20 +183,25 @@ def find_installation(model: nn.Module) -> Installation | None:
 
 @contextmanager
 def routing_context(
-    model: nn.Module | Installation, context: RoutingContext, *, pools: bool | None = None
+    model: nn.Module | Installation,
+    context: RoutingContext,
+    *,
+    pools: bool | None = None,
+    added: AddedGradients | None = None,
 ) -> Iterator[RoutingRecord]:
     """Let the routers know the documents of one micro-batch, and collect their decisions.
 
     Wrap forward, losses and backward: activation checkpointing (non-reentrant) runs the routers again in backward, with
     the pools of the first run and without recording twice. `pools` says whether `document_pool` constrains the tokens;
-    None means in training mode only.
+    None means in training mode only. `added` brings the gradients of losses that are in no graph, and then
+    checkpointing may be reentrant.
     """
     installation = model if isinstance(model, Installation) else find_installation(model)
     if installation is None:
         raise RuntimeError("no rule is installed on this model: call install first")
     if installation.record is not None:
         raise RuntimeError("a routing_context is already open on this model")
-    installation.record = RoutingRecord(context, pools=pools)
+    installation.record = RoutingRecord(context, pools=pools, added=added)
     try:
         yield installation.record
     finally:
@@ -239,14 +254,42 @@ def take_own_biases(model: nn.Module) -> Tensor | None:
 
     The caller's config has to say that there are none; a result of training has them again. Other families' stay.
     """
-    ours = (one for one in model.modules() if any(base.__name__ == _OUR_ROUTER for base in type(one).__mro__))
-    routers = [router for router in ours if own_bias(router) is not None]
+    routers = [router for router in _our_routers(model) if own_bias(router) is not None]
     if not routers:
         return None
     biases = torch.stack([router._buffers[OWN_BIAS].clone() for router in routers])  # pyright: ignore
     for router in routers:
         router._buffers[OWN_BIAS] = None
     return biases
+
+
+def give_own_biases(model: nn.Module, bias_LE: Tensor) -> bool:
+    """Let the routers of our architecture hold their rows of a bias, as the config then says; False for other models.
+
+    A MoesaicError where the shape is another model's.
+    """
+    routers = _our_routers(model)
+    if not routers:
+        return False
+    experts: Any = routers[0].num_experts
+    if bias_LE.shape != (len(routers), experts):
+        raise _misfit(bias_LE, len(routers), experts)
+    for router, bias_E in zip(routers, bias_LE, strict=True):
+        place = router.weight.device  # pyright: ignore
+        router._buffers[OWN_BIAS] = bias_E.to(place, torch.float32, copy=True)  # pyright: ignore
+    model.config.selection_bias = True  # pyright: ignore[reportAttributeAccessIssue]
+    return True
+
+
+def _our_routers(model: nn.Module) -> list[nn.Module]:
+    return [one for one in model.modules() if any(base.__name__ == _OUR_ROUTER for base in type(one).__mro__)]
+
+
+def _misfit(bias_LE: Tensor, layers: int, experts: int) -> MoesaicError:
+    return MoesaicError(
+        f"selection_bias is {list(bias_LE.shape)}, but the model has {layers} MoE layers of {experts} experts; the "
+        "moesaic.json is another checkpoint's"
+    )
 
 
 def find_routers(model: nn.Module) -> list[tuple[nn.Module, RouterSettings]]:

@@ -1,0 +1,433 @@
+"""Routing rules and balancing in transformers' Trainer, TRL's SFTTrainer and what derives from them: one callback.
+
+The trainer computes its loss as ever. The callback tells the routers which documents a batch holds, adds the gradient
+of the losses of `moesaic train` to that of the routers (see `routing.added`), moves the selection bias before each
+optimizer step, and sees to it that whatever is saved can be loaded with its rule.
+"""
+
+# ruff: noqa: ARG002 (a trainer passes its callbacks more than they need)
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from moesaic.checkpoint.record import read_provenance, source_record, write_provenance
+from moesaic.checkpoint.source import open_checkpoint
+from moesaic.common.errors import MoesaicError
+from moesaic.common.progress import warn
+from moesaic.common.recipe import load_recipe
+from moesaic.data.packing import IGNORED
+from moesaic.families.family import our_base
+from moesaic.routing.added import AddedGradients
+from moesaic.routing.config import BalanceScope, GroupScore, PoolDraw, RuleConfig, RuleName
+from moesaic.routing.install import (
+    OWN_BIAS,
+    Installation,
+    find_installation,
+    give_own_biases,
+    install,
+    own_bias,
+    reinstall,
+    routing_context,
+)
+from moesaic.routing.losses import Load, balance_loss, balanced_bias, measure_load, reduce_load, router_z_loss
+from moesaic.routing.pools import RoutingContext
+from moesaic.routing.rules import RoutingDecision
+from moesaic.routing.stats import dead_experts, load_entropy
+from moesaic.training.recipe import LossesRecipe
+from moesaic.training.result import inference_rule
+from moesaic.training.watch import RoutingWatch
+
+
+class RoutingCallback(TrainerCallback, ExportableState):
+    """A routing rule, the balancing loss and loss-free balancing for a Trainer: `trainer.add_callback(...)`.
+
+    Works on the models that `moesaic train` works on, and computes what it computes. A batch is packed where its
+    `position_ids` start again within a row (then without `attention_mask`, which would let documents see each other);
+    else a row is a document, without what `attention_mask` hides. Random numbers are those of `TrainingArguments.seed`
+    and of the step. Losses are means over the micro-batches of a step. The trainer's loss and `eval_loss` stay what
+    they are; `balance_loss`, `router_z_loss`, `load_entropy` and `dead_experts` are in `trainer.state.log_history`.
+
+    Args:
+        rule: `topk`, `one_per_group` or `document_pool`. Default: the model's own.
+        pool_size: of `document_pool`, a size or an inclusive range. Default: all from K to E.
+        pool_draw: of `document_pool`, a size for each document in each layer, or for each document.
+        expert_groups: of `one_per_group`, the group of each expert. Default: the model's own.
+        group_score: of `one_per_group`. Default: the model's own, or `max`.
+        balance: coefficient of the balancing loss, which is 1 before it where the load is even.
+        balance_scope: tokens that it counts: `local`, `global` (all ranks), or `batch` (the step so far as well).
+        router_z: coefficient of the router z-loss.
+        bias_balancing: rate of loss-free balancing, which moves a selection bias.
+
+    Raises:
+        MoesaicError: a value that is wrong; when training begins, one that does not fit the model or the trainer.
+    """
+
+    def __init__(
+        self,
+        *,
+        rule: RuleName | None = None,
+        pool_size: int | Sequence[int] | None = None,
+        pool_draw: PoolDraw = "document_and_layer",
+        expert_groups: Sequence[int] | None = None,
+        group_score: GroupScore | None = None,
+        balance: float = 0.0,
+        balance_scope: BalanceScope = "global",
+        router_z: float = 0.0,
+        bias_balancing: float | None = None,
+    ) -> None:
+        if balance_scope == "step":
+            raise MoesaicError("balance_scope: step is for `moesaic train`: a trainer runs no batch twice; take batch")
+        routing = {"rule": rule, "pool_size": pool_size, "pool_draw": pool_draw}
+        routing |= {"expert_groups": expert_groups, "group_score": group_score}
+        balancing = {"coefficient": balance, "scope": balance_scope} if balance else None
+        losses = {"balance": balancing, "router_z": router_z, "bias_balancing": bias_balancing}
+        self._config = load_recipe(RuleConfig, routing)
+        self._losses = load_recipe(LossesRecipe, losses)
+        self._arguments = routing | {"balance": balance, "balance_scope": balance_scope}
+        self._arguments |= {"router_z": router_z, "bias_balancing": bias_balancing}
+        self._run: _Run | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What trainer_state.json keeps: the arguments, and the selection bias as it is now."""
+        bias = None if self._run is None else self._run.bias
+        return {"args": self._arguments, "attributes": {"_saved_bias": None if bias is None else bias.tolist()}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        """Put the rule on the model; after a checkpoint, the selection bias as it was there."""
+        saved = state.stateful_callbacks.get(type(self).__name__) or {}
+        bias = saved["attributes"]["_saved_bias"] if isinstance(saved, dict) and saved else None
+        _refuse_trainer(args, model, self._losses)
+        if self._run is not None:
+            self._run.end()
+        self._run = _Run(model, self._config, self._losses, args, others, bias)
+        _save_with_record(model, lambda folder: self._write(folder, state.global_step, args))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """A step's own sums start."""
+        if self._run is not None:
+            self._run.begin_step(state.global_step)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Backward is over, and with it what the routers were told of the micro-batch."""
+        if self._run is not None:
+            self._run.close()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """The same, and the selection bias moves by the load of the step."""
+        if self._run is not None:
+            self._run.end_step()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+        """Put the means over the steps since the last log into it."""
+        if self._run is not None and logs is not None and "loss" in logs:
+            figures = self._run.figures()
+            logs.update(figures)
+            state.log_history[-1].update(figures)
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Leave moesaic.json in a checkpoint, however it was written."""
+        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if args.should_save and folder.is_dir():
+            self._write(folder, state.global_step, args)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Leave the model with its rule for evaluation, and nothing that a trainer without this callback meets."""
+        if self._run is not None:
+            self._run.end()
+
+    def _write(self, folder: Path, steps: int, args: Any) -> None:
+        assert self._run is not None
+        origin = _folder(self._run.model)
+        source = None if origin is None else open_checkpoint(origin)
+        before = {} if source is None else read_provenance(source.path) or {}
+        write_provenance(
+            folder,
+            verb="train",
+            recipe={"trainer": self._arguments},
+            seed=args.seed,
+            sources=[] if source is None else [source_record(source, before.get("weights_hash"))],
+            weights_hash=None,
+            extra={
+                "steps": steps,
+                "routing": self._run.record(),
+                **{key: before[key] for key in ("experts", "lineage") if key in before},
+            },
+        )
+
+
+class _Run:
+    """One call of `trainer.train()`."""
+
+    def __init__(
+        self,
+        model: Any,
+        config: RuleConfig,
+        losses: LossesRecipe,
+        args: Any,
+        others: Mapping[str, Any],
+        bias: list[list[float]] | None,
+    ) -> None:
+        self.model = model
+        self.losses = losses
+        self.args = args
+        self.loader = others.get("train_dataloader")
+        self.optimizer = others.get("optimizer")
+        self.ours = our_base(model.config.model_type) is not None
+        self.installation = self._install(config, bias)
+        self.padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.watch = RoutingWatch()
+        self.open = ExitStack()
+        self.sums: dict[str, float] = {}
+        self.logged = 0
+        self.begin_step(0)
+        self.hooks = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True),
+        ]
+
+    def _install(self, config: RuleConfig, saved: list[list[float]] | None) -> Installation:
+        model = self.model
+        folder = _folder(model)
+        record = None if folder is None else (read_provenance(folder) or {}).get("routing")
+        if find_installation(model) is None and record is not None:
+            reinstall(model, record)  # AutoModel has loaded it: its rule and its bias are in moesaic.json
+        earlier = find_installation(model)
+        if config.rule is None and earlier is not None and earlier.config.rule not in (None, "document_pool"):
+            config = earlier.config
+        bias = None if earlier is None else earlier.selection_bias
+        if saved is not None:
+            bias = torch.tensor(saved, dtype=torch.float32, device=next(model.parameters()).device)
+        balancing = self.losses.bias_balancing is not None
+        installation = install(model, config, selection_bias=balancing if bias is None else bias)
+        if not self.ours:
+            return installation
+        for key, value in inference_rule(config).items():
+            setattr(model.config, key, value)
+        bias = installation.selection_bias
+        if bias is not None and (saved is not None or own_bias(installation.routers[0]) is None):
+            give_own_biases(model, bias)
+        installation.selection_bias = None  # the model has it, and saves it
+        return installation
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(layers, experts), of the installation or of the model's own tensors; None where nothing has one."""
+        own = [own_bias(router) for router in self.installation.routers] if self.ours else [None]
+        if self.installation.selection_bias is not None or own[0] is None:
+            return self.installation.selection_bias
+        return torch.stack([row for row in own if row is not None])
+
+    def record(self) -> dict[str, Any] | None:
+        """The `routing` entry of moesaic.json."""
+        installation = self.installation
+        if installation.config.rule is None and installation.selection_bias is None:
+            return None
+        return installation.to_record()
+
+    def begin_step(self, step: int) -> None:
+        """Forget the step before."""
+        self.step = step
+        self.micro_steps = _micro_steps(self.args, self.loader, step)
+        self.documents = 0
+        self.load: Load | None = None
+        self.carried: Load | None = None
+
+    def close(self) -> None:
+        """End what the routers know of the micro-batch."""
+        self.open.close()
+
+    def end_step(self) -> None:
+        """Move the selection bias by the load of all ranks."""
+        self.close()
+        if self.load is None:
+            return
+        load = reduce_load(self.load)
+        if self.losses.bias_balancing is not None:
+            bias_LE = self.bias
+            assert bias_LE is not None
+            moved_LE = balanced_bias(bias_LE, load, rate=self.losses.bias_balancing)
+            if self.ours:
+                for router, bias_E in zip(self.installation.routers, moved_LE, strict=True):
+                    router.get_buffer(OWN_BIAS).copy_(bias_E)
+            else:
+                self.installation.selection_bias = moved_LE
+        self._add("load_entropy", float(load_entropy(load.counts_LE).mean()))
+        self._add("dead_experts", float(dead_experts(load.counts_LE).sum()))
+        self.logged += 1
+        for finding in self.watch.look(load) if self.rank == 0 else ():
+            warn(f"step {self.step + 1:,}: {finding}".replace("losses.balance", "balance").replace("losses.", ""))
+
+    def figures(self) -> dict[str, float]:
+        """Means over the steps since this was last asked."""
+        steps, self.logged = max(1, self.logged), 0
+        found = {name: value / steps for name, value in self.sums.items()}
+        self.sums = {}
+        return found
+
+    def end(self) -> None:
+        """Take the hooks off."""
+        self.close()
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+
+    # --- one micro-batch ----------------------------------------------------------------------------------------------
+
+    def _before(self, module: nn.Module, _args: Any, inputs: dict[str, Any]) -> None:
+        """Tell the routers what documents are coming."""
+        if not module.training:
+            return
+        self.close()
+        context = RoutingContext.from_sequences(documents_of(inputs, self.padding), seed=self.args.seed, step=self.step)
+        if self.installation.config.rule == "document_pool":
+            context = self._numbered(context)
+        self.added = AddedGradients()
+        self.routed = self.open.enter_context(routing_context(self.installation, context, added=self.added))
+
+    def _numbered(self, context: RoutingContext) -> RoutingContext:
+        """The documents numbered through all ranks and micro-batches of the step, which keys their pool sizes."""
+        counts = torch.tensor([context.num_documents], device=context.document_ids_T.device)
+        if self.ranks > 1:
+            gathered = [torch.zeros_like(counts) for _ in range(self.ranks)]
+            dist.all_gather(gathered, counts)
+            counts = torch.cat(gathered)
+        first = self.documents + int(counts[: self.rank].sum())
+        self.documents += int(counts.sum())
+        return replace(context, document_keys_N=context.document_keys_N + first)
+
+    def _after(self, module: nn.Module, _args: Any, _inputs: Any, _output: Any) -> None:
+        """Measure the load, and have the gradients of the losses added in backward."""
+        if not module.training:
+            return
+        decisions, mask_T = self.routed.decisions, self.routed.context.token_mask_T
+        load = measure_load(decisions, mask_T)
+        self.load = load if self.load is None else self.load + load
+        if torch.is_grad_enabled() and (self.losses.balance is not None or self.losses.router_z > 0):
+            scaler = getattr(self.optimizer, "scaler", None)  # of float16; what else scales a loss, scales no gradient
+            factor = self.ranks * (1.0 if scaler is None else scaler.get_scale())
+            self.added.take(decisions, lambda copies: self._loss(copies, mask_T, load), factor)
+
+    def _loss(self, decisions: Sequence[RoutingDecision], mask_T: Tensor, load: Load) -> Tensor:
+        """This micro-batch's part of the mean over those of the step, on this rank."""
+        losses, total = self.losses, decisions[0].logits_TE.new_zeros(())
+        if losses.balance is not None:
+            scope = losses.balance.scope
+            part, self.carried = balance_loss(decisions, mask_T, load, scope=scope, carried=self.carried)
+            total = total + losses.balance.coefficient / self.micro_steps * part
+            self._add("balance_loss", self._over_ranks(part) / self.micro_steps)
+        if losses.router_z > 0:
+            tokens = reduce_load(load).tokens * self.micro_steps
+            part = router_z_loss(decisions, mask_T, batch_tokens=tokens)
+            total = total + losses.router_z * part
+            self._add("router_z_loss", self._over_ranks(part))
+        return total
+
+    def _over_ranks(self, part: Tensor) -> float:
+        value = part.detach().clone()
+        if self.ranks > 1:
+            dist.all_reduce(value)
+        return float(value)
+
+    def _add(self, name: str, value: float) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + value
+
+
+def documents_of(inputs: Mapping[str, Any], padding_id: int | None) -> Tensor:
+    """The document of each token of a trainer's batch, numbered within its row; -1 for padding. (rows, length)
+
+    Documents start where `position_ids` do not go on by one. Padding is what `attention_mask` hides; without it, a
+    document of nothing but `padding_id` of which no token is a label.
+
+    Raises:
+        MoesaicError: documents packed under an `attention_mask`, which lets them see each other.
+    """
+    tokens = inputs.get("input_ids")
+    rows, length = (inputs["inputs_embeds"] if tokens is None else tokens).shape[:2]
+    device = (inputs["inputs_embeds"] if tokens is None else tokens).device
+    mask_BS = inputs.get("attention_mask")
+    mask_BS = mask_BS.bool() if isinstance(mask_BS, Tensor) and mask_BS.dim() == 2 else None
+    ids_BS = torch.zeros(rows, length, dtype=torch.int64, device=device)
+    positions_BS = inputs.get("position_ids")
+    if isinstance(positions_BS, Tensor) and positions_BS.dim() == 2:
+        positions_BS = positions_BS.expand(rows, length)
+        ids_BS[:, 1:] = (positions_BS[:, 1:] != positions_BS[:, :-1] + 1).cumsum(1)
+    if mask_BS is not None:
+        ids_BS = torch.where(mask_BS, ids_BS, -1)
+        highest_B = ids_BS.amax(1, keepdim=True)
+        if bool((mask_BS & (ids_BS != highest_B)).any()):
+            raise MoesaicError(
+                "attention_mask: comes with position_ids that start again, so packed documents see each other; use a "
+                "collator without it, such as DataCollatorWithFlattening or SFTConfig(padding_free=True)"
+            )
+        return ids_BS
+    if padding_id is None or tokens is None:
+        return ids_BS
+    said_BS = tokens != padding_id
+    if isinstance(labels_BS := inputs.get("labels"), Tensor) and labels_BS.shape == tokens.shape:
+        said_BS = said_BS | (labels_BS != IGNORED)
+    counts_BN = torch.zeros(rows, length, dtype=torch.int64, device=device).scatter_add_(1, ids_BS, said_BS.long())
+    return torch.where(counts_BN.gather(1, ids_BS) > 0, ids_BS, -1)
+
+
+def _folder(model: Any) -> Path | None:
+    """Where a model was loaded from, if that is a folder here."""
+    folder = Path(str(getattr(model.config, "_name_or_path", "") or ""))
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _micro_steps(args: Any, loader: Any, step: int) -> int:
+    """Micro-batches of an optimizer step: those of the last one of an epoch may be fewer."""
+    each = args.gradient_accumulation_steps
+    try:
+        batches = len(loader)
+    except TypeError:  # data without a length
+        return each
+    updates = max(1, math.ceil(batches / each))
+    return (batches % each or each) if step % updates == updates - 1 else each
+
+
+def _refuse_trainer(args: Any, model: Any, losses: LossesRecipe) -> None:
+    """Refuse (MoesaicError) what would train something else than it seems."""
+    if args.n_gpu > 1:
+        raise MoesaicError(f"one process drives {args.n_gpu} GPUs (DataParallel); start with torchrun, one for each")
+    config = model.config.get_text_config()
+    own = getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0)
+    if own and (losses.balance is not None or losses.bias_balancing is not None):
+        raise MoesaicError(
+            f"router_aux_loss_coef is {own}, so the trainer balances as well (by plain top-k, whatever the rule); set "
+            "it to 0.0 in SFTConfig, or output_router_logits to False in the model's config"
+        )
+    if losses.bias_balancing is not None and hasattr(model, "peft_config"):
+        raise MoesaicError("bias_balancing: moves a tensor of the model, which an adapter does not save; take balance")
+
+
+def _save_with_record(model: Any, write: Any) -> None:
+    """Let `model.save_pretrained`, by which every trainer saves, leave moesaic.json as well; a copy has its own.
+
+    Checkpoints of a trainer get the names of transformers' modules. With a family's own, one per expert, it does not
+    find the experts again when it resumes, and goes on with those that the model began with (transformers 5.24).
+    """
+
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
+        if Path(save_directory).name.startswith(PREFIX_CHECKPOINT_DIR) and not hasattr(self, "peft_config"):
+            options.setdefault("save_original_format", False)
+        result = type(self).save_pretrained(self, save_directory, *args, **options)
+        if options.get("is_main_process", True):
+            write(Path(save_directory))
+        return result
+
+    model.save_pretrained = MethodType(save_pretrained, model)
