@@ -8,7 +8,7 @@ optimizer step, and sees to it that whatever is saved can be loaded with its rul
 # ruff: noqa: ARG002 (a trainer passes its callbacks more than they need)
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -415,19 +415,28 @@ def _refuse_trainer(args: Any, model: Any, losses: LossesRecipe) -> None:
         raise MoesaicError("bias_balancing: moves a tensor of the model, which an adapter does not save; take balance")
 
 
-def _save_with_record(model: Any, write: Any) -> None:
+def _save_with_record(model: Any, write: Callable[[Path], None]) -> None:
     """Let `model.save_pretrained`, by which every trainer saves, leave moesaic.json as well; a copy has its own.
 
     Checkpoints of a trainer get the names of transformers' modules. With a family's own, one per expert, it does not
-    find the experts again when it resumes, and goes on with those that the model began with (transformers 5.24).
+    find the experts again when it resumes, and goes on with those that the model began with (transformers 5.24). The
+    config says `use_cache` as the source's does, and not as the trainer does for itself.
     """
+    folder = _folder(model)
+    use_cache = True if folder is None else open_checkpoint(folder).config.get("use_cache", True)
 
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
-        if Path(save_directory).name.startswith(PREFIX_CHECKPOINT_DIR) and not hasattr(self, "peft_config"):
+        adapter = hasattr(self, "peft_config")
+        if Path(save_directory).name.startswith(PREFIX_CHECKPOINT_DIR) and not adapter:
             options.setdefault("save_original_format", False)
-        result = type(self).save_pretrained(self, save_directory, *args, **options)
+        trains_with, self.config.use_cache = self.config.use_cache, use_cache
+        try:
+            result = type(self).save_pretrained(self, save_directory, *args, **options)
+        finally:
+            self.config.use_cache = trains_with
         if options.get("is_main_process", True):
             write(Path(save_directory))
         return result
 
-    model.save_pretrained = MethodType(save_pretrained, model)
+    for one in (model, model.get_base_model()) if hasattr(model, "peft_config") else (model,):
+        one.save_pretrained = MethodType(save_pretrained, one)

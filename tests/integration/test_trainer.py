@@ -82,27 +82,27 @@ class Rows(torch.utils.data.Dataset):
         return self.rows[index]
 
 
+ARGUMENTS: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "num_train_epochs": 1,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "cosine",
+    "weight_decay": 0.1,
+    "adam_beta2": 0.95,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "dataloader_pin_memory": False,
+    "seed": SEED,
+    "train_sampling_strategy": "sequential",
+}
+
+
 def arguments(out: Path, **changes: Any) -> TrainingArguments:
-    values: dict[str, Any] = {
-        "output_dir": str(out),
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "num_train_epochs": 1,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "cosine",
-        "weight_decay": 0.1,
-        "adam_beta2": 0.95,
-        "max_grad_norm": 1.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "seed": SEED,
-        "train_sampling_strategy": "sequential",
-    }
-    return TrainingArguments(**values | changes)
+    return TrainingArguments(str(out), **ARGUMENTS | changes)
 
 
 def fit(start: Path, rows: list[dict[str, Tensor]], out: Path, *, resume: bool = False, **changes: Any) -> Trainer:
@@ -226,6 +226,37 @@ def test_two_ranks_are_one(start, rows, tmp_path):
 def on_two_ranks(start: Path, rows: list[dict[str, Tensor]], out: Path, routing: dict[str, Any]) -> None:
     trainer = fit(start, rows, out, gradient_accumulation_steps=1, ddp_backend="gloo", routing=routing)
     trainer.save_model(str(out / "saved"))
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's
+def test_trl_is_trainer(recipe, start, tmp_path):
+    """Padded batches through TRL's own loss and through Trainer: the same losses and weights."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    draws = torch.Generator().manual_seed(0)
+    lengths = torch.randint(5, 30, (16,), generator=draws).tolist()
+    data = Dataset.from_list(
+        [{"input_ids": torch.randint(3, 40, (size,), generator=draws).tolist()} for size in lengths]
+    )
+    plain = {"optim": "sgd"}  # AdamW would make much of a difference in rounding
+    args = arguments(tmp_path, remove_unused_columns=False, **plain)
+    options = {"bf16": False, "router_aux_loss_coef": 0.0, "max_length": None}
+    sft = SFTConfig(output_dir=str(tmp_path), **ARGUMENTS, **options, **plain)
+    models = [moesaic.load(start, device="cpu", dtype="float32") for _ in range(2)]
+    tokenizer = load_run_tokenizer(load_train_recipe(recipe))
+    trainers = [
+        SFTTrainer(model=models[0], args=sft, train_dataset=data, processing_class=tokenizer),
+        Trainer(models[1], args, train_dataset=data, data_collator=DataCollatorForLanguageModeling(pad_token_id=0)),
+    ]
+    for trainer in trainers:
+        trainer.add_callback(RoutingCallback(**POOLS, balance=0.1, bias_balancing=0.01))
+        trainer.train()
+    assert distance(*(weights_of(model) for model in models)) < 1e-5
+    for key in ("loss", "balance_loss"):
+        one, other = (logged(trainer, key) for trainer in trainers)
+        assert one == pytest.approx(other, abs=1e-5), key
 
 
 # --- the documents of a batch -----------------------------------------------------------------------------------------
