@@ -21,17 +21,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import moesaic
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.data.packing import PackedBatch, keeps_documents_apart, one_per_row
 from moesaic.families import support
 from moesaic.families.derive import derive
 from moesaic.families.moe import detect_moe
-from moesaic.families.moe_table import MOE_FAMILIES
+from moesaic.families.moe_table import MOE_FAMILIES, routed
 from moesaic.families.shrink import EXPERT_KEYS, tiny_config
 from moesaic.routing.config import RuleConfig
-from moesaic.routing.install import install
+from moesaic.routing.install import install, routing_context
+from moesaic.routing.pools import RoutingContext
 from moesaic.routing.restrict import restrict
 from tests.tiny_training import VOCABULARY, save_tokenizer, tiny_recipe, write_documents
 
 EXPERTS = 16
+RATE = 0.1
 TOKENS = torch.randint(3, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(5))
 
 
@@ -161,13 +164,45 @@ def verify(case: Case) -> None:
     assert moesaic.verify(case.full, case.folder / "large", text=str(case.data), quiet=True).ok
 
 
+def apart(case: Case) -> None:
+    """Packed documents, as training hands them to the model, give the logits that each gives alone."""
+    documents = [torch.randint(3, VOCABULARY, (length,)) for length in (5, 9, 2)]
+    packed = pack([documents[:2], documents[2:]], 16)
+    if not keeps_documents_apart(case.model):
+        packed = one_per_row(packed)
+    with torch.no_grad():
+        together = case.model(packed.input_ids_BS, position_ids=packed.position_ids_BS, use_cache=False).logits
+        for number, ids in enumerate(documents):
+            alone = case.model(ids[None], use_cache=False).logits[0]
+            assert (together[packed.document_ids_BS == number] - alone).norm() < 1e-5 * alone.norm()
+
+
+def pack(rows: list[list[torch.Tensor]], width: int) -> PackedBatch:
+    """Documents one after the other in rows of `width` tokens."""
+    fills = {"input_ids": 0, "position_ids": 0, "document_ids": -1, "labels": -100, "domain_ids": -1}
+    made = {name: torch.full((len(rows), width), fill) for name, fill in fills.items()}
+    number = 0
+    for row, documents in enumerate(rows):
+        column = 0
+        for ids in documents:
+            place = (row, slice(column, column + len(ids)))
+            made["input_ids"][place], made["position_ids"][place] = ids, torch.arange(len(ids))
+            made["document_ids"][place] = number
+            number, column = number + 1, column + len(ids)
+        made["position_ids"][row, column:] = torch.arange(width - column)
+    return PackedBatch(first_document=0, num_documents=number, **{f"{name}_BS": one for name, one in made.items()})
+
+
 def train(case: Case) -> None:
+    apart(case)
     shared = case.folder.parent / "recipe"
+    ruled = routed(open_checkpoint(case.full).config) is not None
     recipe = tiny_recipe(
         shared,
         model=str(case.full),
         tokenizer=None,
-        losses={},
+        routing={"rule": "document_pool"} if ruled else {},
+        losses={"bias_balancing": RATE} if ruled else {},
         optimizer={"lr": 1e-2, "warmup_steps": 0},
         budget={"steps": 1},
         batch={"tokens": 64, "micro_sequences": 2},
@@ -178,13 +213,56 @@ def train(case: Case) -> None:
     names = [name for layer in layers for one in layer.expert_tensors for name in one.names(EXPERTS)]
     moved = [name for name in names if not torch.equal(before[name], after[name])]
     assert moved
+    if ruled:
+        biases_moved(case, before, after)
+
+
+def biases_moved(case: Case, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    """Loss-free balancing moved every selection bias by its rate, up or down, in the family's tensors or the record."""
+    record = json.loads((case.folder / "trained" / "moesaic.json").read_text())["routing"]["selection_bias"]
+    layers = detect_moe(open_checkpoint(case.full)).layers
+    own = [one.name for layer in layers for one in layer.expert_tensors if one.role == "selection_bias"]
+    assert bool(own) == (record is None)
+    steps = torch.tensor(record) if record else torch.stack([(after[name] - before[name]).reshape(-1) for name in own])
+    assert steps.shape == (len(layers), EXPERTS)
+    assert steps.abs().max() > 0.9 * RATE
+    assert torch.isclose(steps.abs(), torch.tensor(RATE), rtol=1e-3).logical_or(steps.abs() < 1e-6).all()
 
 
 def rules(case: Case) -> None:
     before = case.logits()
     installed = install(case.model, RuleConfig(rule="topk"))
-    assert installed.routers
     assert torch.allclose(case.logits(), before, atol=1e-4)
+    # A bias of training's own takes the place of the family's: the choice is made anew, here with the same numbers.
+    installed = install(case.model, RuleConfig(rule="topk"), selection_bias=True)
+    assert torch.allclose(case.logits(), before, atol=1e-4)
+    assert installed.selection_bias is not None
+    pools(case, installed.selection_bias)
+
+
+def pools(case: Case, bias_LE: torch.Tensor) -> None:
+    """Every token stays in the pool of its document, the experts that its tokens rate highest on average."""
+    documents = torch.arange(4).repeat_interleave(8)
+    context = RoutingContext(document_ids_T=documents, num_documents=4, document_keys_N=torch.arange(4))
+    installed = install(case.model.train(), RuleConfig(rule="document_pool", pool_size=5), selection_bias=bias_LE)
+    with torch.no_grad(), routing_context(installed, context) as record:
+        case.model(TOKENS, use_cache=False)
+    for router, decision, bias_E in zip(installed.routers, record.decisions, bias_LE, strict=True):
+        own = router.__dict__["_moesaic_router"].settings.own
+        logits_TE = decision.logits_TE
+        if own is None:
+            rated_TE = logits_TE.softmax(-1) + bias_E
+        else:
+            score = torch.sigmoid if own.decision.scoring == "sigmoid" else lambda values: values.softmax(-1)
+            on_logits = own.decision.bias_on == "logits"
+            rated_TE = score(logits_TE + bias_E) if on_logits else score(logits_TE) + bias_E
+        for number in range(4):
+            mine = documents == number
+            best = set(rated_TE[mine].mean(0).topk(5).indices.tolist())
+            assert set(decision.expert_ids_TK[mine].flatten().tolist()) <= best
+            assert decision.allowed_TE is not None
+            assert all(set(row.nonzero().flatten().tolist()) == best for row in decision.allowed_TE[mine])
+    case.model.eval()
     installed.uninstall()
 
 

@@ -1,5 +1,6 @@
-"""The few answers of the Hugging Face hub that a download needs, served from memory on 127.0.0.1."""
+"""The few answers of the Hugging Face hub that a download and a push need, served from memory on 127.0.0.1."""
 
+import base64
 import hashlib
 import json
 import re
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -15,9 +17,16 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class FakeHub:
-    """`repos`: repository -> its files, or an error as (status, X-Error-Code); `requests`: what was asked."""
+    """`repos`: repository -> its files, or an error as (status, X-Error-Code); `requests`: what was asked.
 
-    repos: Mapping[str, Mapping[str, bytes] | tuple[int, str]]
+    A push makes or changes an entry of `repos`. `accounts`: token -> what whoami says; `private`: repositories that
+    only their owners see; `full`: those that take no commit.
+    """
+
+    repos: dict[str, Mapping[str, bytes] | tuple[int, str]]
+    accounts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    private: set[str] = field(default_factory=set)
+    full: set[str] = field(default_factory=set)
     revisions: tuple[str, ...] = ("main", COMMIT, "refs/pr/1")
     requests: list[str] = field(default_factory=list)
     bytes_sent: dict[str, int] = field(default_factory=dict)
@@ -54,6 +63,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         byte_range = self.headers.get("range", "")
         self.fake.requests.append(f"{self.command} {path} {byte_range}".strip())
+        if path == "/api/whoami-v2":
+            account = self.fake.accounts.get(self.headers.get("authorization", "").removeprefix("Bearer "))
+            return self.fail(401, "") if account is None else self.send_json(account)
         api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/(.+?))?/?", path)
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/(.+)", path)
         match = api or file
@@ -81,7 +93,51 @@ class _Handler(BaseHTTPRequestHandler):
             entries = [{"type": "file", "path": p, "size": len(d), "oid": _oid(d)} for p, d in repo.items()]
             return self.send_json(entries)
         siblings = [{"rfilename": path} for path in repo]
-        return self.send_json({"id": name, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []})
+        return self.send_json(
+            {"id": name, "sha": COMMIT, "siblings": siblings, "private": name in self.fake.private, "tags": []}
+        )
+
+    def do_POST(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.fake.requests.append(f"POST {path}")
+        if path == "/api/validate-yaml":
+            return self.send_json({})
+        if path == "/api/repos/create":
+            return self.create(json.loads(body))
+        match = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/main", path)
+        if match is None or match[1] not in self.fake.repos:
+            return self.fail(404, "RepoNotFound")
+        if match[2] == "preupload":
+            names = [file["path"] for file in json.loads(body)["files"]]
+            files = [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]
+            return self.send_json({"files": files})
+        if match[1] in self.fake.full:
+            return self.fail(403, "")
+        return self.commit(match[1], [json.loads(line) for line in body.splitlines()])
+
+    def create(self, asked: Mapping[str, Any]) -> None:
+        name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+        said = {"url": f"{self.fake.url}/{name}", "id": name}
+        if name in self.fake.repos:
+            return self.send(409, json.dumps(said).encode(), {"content-type": "application/json"})
+        self.fake.repos[name] = {}
+        if asked["visibility"] == "private":
+            self.fake.private.add(name)
+        return self.send_json(said)
+
+    def commit(self, name: str, lines: list[dict[str, Any]]) -> None:
+        files = self.fake.repos[name]
+        assert not isinstance(files, tuple)
+        changed = dict(files)
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                changed[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "deletedFile":
+                del changed[value["path"]]
+        self.fake.repos[name] = changed
+        self.send_json({"success": True, "commitUrl": f"{self.fake.url}/{name}/commit/{COMMIT}", "commitOid": COMMIT})
 
     def send_json(self, value: object) -> None:
         self.send(200, json.dumps(value).encode(), {"content-type": "application/json"})

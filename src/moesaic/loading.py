@@ -15,7 +15,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import warn
 from moesaic.common.recipe import load_document
 from moesaic.families.config_values import check_fits, refuse_giant
-from moesaic.families.counting import beyond_depth, layer_of
+from moesaic.families.counting import predicts
 from moesaic.families.moe import prediction_notices
 from moesaic.families.moe_table import way_out
 from moesaic.routing.install import reinstall
@@ -84,7 +84,7 @@ def load(
     for line in prediction_notices(checkpoint, "it is not loaded"):
         warn(line)
     keys = map(_first, loading["unexpected_keys"])
-    if unused := sorted(key for key in keys if not beyond_depth(checkpoint.config, layer_of(key))):
+    if unused := sorted(key for key in keys if not predicts(checkpoint.config, key)):
         warn(f"{path}: the model does not use {_some(unused)}")
     if _is_untied_by_the_file(model):
         warn(f"{path}: config.json ties the output head to the embedding, but the file has a head that differs from it")

@@ -362,6 +362,63 @@ def test_a_run_alone_makes_a_page(visit, tmp_path):
     assert visit.said == []
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Two models, two runs and four results, with names and numbers as people have them."""
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "inspected").mkdir()
+    first, second = (tiny_inspection(name=f"./models/{name}", layers=16, experts=16) for name in ("emo", "standard"))
+    write_inspection(dataclasses.replace(first, against=second), folder / "inspected")
+    runs = [write_run(folder / name) for name in ("emo", "standard")]
+    results = [
+        write_results(folder / f"{name}.json", name=f"./models/{name}", weights=name.ljust(32, "x"))
+        for name in ("emo", "emo-half", "emo-quarter", "standard")
+    ]
+    moesaic.report([folder / "inspected", *runs, *results], folder / "report.html")
+    return folder / "report.html"
+
+
+def test_no_table_is_clipped_on_a_laptop(visit, plain):
+    visit = visit().open(plain)
+    visit.page.set_viewport_size({"width": 1280, "height": 800})
+    for name in VIEWS:
+        visit.view(name)
+        wide = visit.page.evaluate(
+            """() => [...document.querySelectorAll('#main .scroll')].filter((one) => one.offsetParent)
+              .filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.ariaLabel)"""
+        )
+        assert wide == [], name
+
+
+def test_the_navigation_leaves_a_phone_its_screen(visit, plain):
+    visit = visit().open(plain)
+    visit.page.set_viewport_size({"width": 390, "height": 844})
+    for name in VIEWS:
+        visit.view(name)
+        assert visit.page.evaluate("() => document.querySelector('.side').offsetHeight") < 140
+        tab = visit.page.locator(f"#tab-{name}").bounding_box()
+        assert tab is not None
+        assert tab["x"] >= 0
+        assert tab["x"] + tab["width"] <= 390
+
+
+def test_perplexity_is_called_so_and_bits_per_byte_too(visit, plain):
+    visit = visit().open(plain, "results")
+    visit.settle()
+    assert "held-out text, bits per byte" in visit.page.inner_text("div[aria-label=small]")
+    assert "20.10" in visit.page.inner_text("div[aria-label='Perplexity, perplexity']")
+    assert "1.2500" in visit.page.inner_text("div[aria-label='Bits per byte, perplexity']")
+    visit.view("overview")
+    averages = visit.page.inner_text("div[aria-label=Averages]")
+    assert "small average" in averages
+    assert "held-out text, bits per byte" in averages
+    assert visit.page.title() == "Report on emo, standard and 2 more"
+    visit.view("training")
+    assert "Held-out perplexity, all domains" in visit.texts("#main h2")
+    visit.page.select_option("label:has-text('Held-out') select", "false")
+    assert "Held-out loss, all domains" in visit.texts("#main h2")
+
+
 def test_narrow_screens_do_not_scroll_sideways(visit, report):
     visit = visit().open(report)
     visit.page.set_viewport_size({"width": 420, "height": 800})

@@ -17,7 +17,7 @@ from tests.every_moe import Case, cells, families
 from tests.tiny_training import write_documents
 
 AT_LEAST = 45
-"""Families that every verb but `train` and `rules` works on."""
+"""Families that every verb works on."""
 
 
 @pytest.fixture(scope="session")
@@ -48,11 +48,7 @@ def test_what_is_said_of_a_family_is_so(tmp_path, data, family):
 def test_counts():
     for row in support():
         assert all(cell.split(":")[0] in (TESTED, NO) for cell in row.cells.values()), row.model_type
-    works = [
-        name
-        for name, facts in results().items()
-        if all(facts["cells"][verb] == TESTED for verb in VERBS if verb not in ("train", "rules"))
-    ]
+    works = [name for name, facts in results().items() if all(facts["cells"][verb] == TESTED for verb in VERBS)]
     assert len(works) >= AT_LEAST
 
 

@@ -1,6 +1,8 @@
 """`moesaic inspect` as a command: every family, repeatable, bad input in one line, nothing half written."""
 
 import json
+import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -98,15 +100,17 @@ def test_samples_are_nested_and_batches_do_not_matter(tmp_path: Path, model: Pat
 def test_the_command_prints_tables_writes_what_report_reads_and_json(tmp_path: Path, model: Path, data: Path, capsys):
     out = tmp_path / "out"
     arguments = ["inspect", str(model), str(out), "--data", str(data), "--min-length", "8", "--clusters", "4"]
-    assert run([*arguments, "--against", str(model)]) == 0
+    assert run(arguments) == 0
     text = capsys.readouterr().out
-    for expected in ("Verdict: ", "Load of the experts", "Token clusters", "Side by side", "First token", "math"):
+    for expected in ("Verdict: ", "Load of the experts", "4 token clusters", "First token", "math", "moesaic report"):
         assert expected in text
+    assert run([*arguments, "--overwrite", "--against", str(model)]) == 0
+    assert "Side by side" in capsys.readouterr().out
     found = read_inspection(out)
     assert found.against is not None
     assert found.scopes == ("all", "code", "math")
     assert found.data.domain_field == "domain"
-    assert run([*arguments, "--overwrite", "--json"]) == 0
+    assert run([*arguments, "--overwrite", "--against", str(model), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["verdict"]["level"] == found.verdict.level
     assert [row["layer"] for row in document["layers"]] == [0, 1]
@@ -245,6 +249,47 @@ def test_domains_are_the_names_of_files_without_a_field(tmp_path: Path, model: P
     found = read_inspection(tmp_path / "out")
     assert [domain.name for domain in found.data.domains] == ["one", "two"]
     assert found.data.domain_field is None
+
+
+@pytest.mark.parametrize("against", [False, True])
+def test_the_summary_is_one_screen_of_a_large_model(against):
+    from moesaic.analysis.summary import Screen, render
+
+    domains = ("code", "mathematics", "prose", "wikipedia", "encyclopedia of long names")
+    made = tiny_inspection(name="./models/emo", layers=48, experts=64, domains=domains, documents=50, clusters=32)
+    lines = render(replace(made, against=tiny_inspection()) if against else made, Screen(width=80)).splitlines()
+    assert len(lines) <= 23
+    assert max(map(len, lines)) <= 80
+    assert against or [line.split()[0] for line in lines if "collapsed " in line] == ["48"]  # the worst layer first
+
+
+def test_no_clusters_need_no_scikit_learn(tmp_path: Path, model: Path, data: Path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(MoesaicError, match="token clusters need scikit-learn"):
+        moesaic.inspect(model, tmp_path / "out", data=data, **SMALL)
+    found = moesaic.inspect(model, tmp_path / "out", data=data, **settings(clusters=0))
+    assert found.clustering is None
+    assert found.why_no_clusters == "none were asked for"
+    assert "scikit-learn" not in found.versions
+    assert read_inspection(tmp_path / "out").clustering is None
+
+
+def test_held_out_text_is_that_of_eval(tmp_path: Path, model: Path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for domain in ("math", "code"):
+        write_documents(folder / f"{domain}.jsonl", domain, number=5, seed=0)
+        write_documents(folder / f"{domain}.valid.jsonl", domain, number=3, seed=1)
+    given = settings(clusters=0, domain_field="")
+    found = moesaic.inspect(model, tmp_path / "out", data="perplexity", data_dir=str(folder), **given)
+    assert [(one.name, one.documents) for one in found.data.domains] == [("code", 3), ("math", 3)]
+    assert found.data.records == 6
+    task = tmp_path / "mine.yaml"
+    task.write_text("kind: perplexity\ndata: corpus/math.valid.jsonl\ndomain: ''\n")
+    found = moesaic.inspect(model, tmp_path / "own", data=task, **settings(clusters=0))
+    assert [(one.name, one.documents) for one in found.data.domains] == [("math", 3)]
+    with pytest.raises(MoesaicError, match=r"--data perplexity: held-out text is local; give --data-dir"):
+        moesaic.inspect(model, tmp_path / "none", data="perplexity", **given)
 
 
 def test_a_terminal_without_unicode_and_text_that_attacks_it():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moesaic
 from moesaic.checkpoint.same_tokens import TRAPS, ids_of
@@ -92,6 +92,18 @@ def test_every_verb_keeps_rope_in_both_spellings_and_use_cache(written, name):
     assert config["use_cache"] is (name not in LLAMA)
     card = (written / name / "README.md").read_text()
     assert ("transformers 5.24 or newer" in card) == ("auto_map" in config)
+
+
+@pytest.mark.parametrize("name", [*OLMO, *LLAMA])
+def test_the_card_s_code_loads_the_result(written, name, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path))
+    card = (written / name / "README.md").read_text()
+    code = card.rpartition("```python\n")[2].partition("```")[0]
+    made: dict[str, Any] = {}
+    exec(code.replace('"OUT"', repr(str(written / name))), made)
+    assert ("trust_remote_code" in code) == (name not in ("train-base", "export-native"))
+    assert made["model"].num_parameters() == AutoModelForCausalLM.from_pretrained(written / name).num_parameters()
+    assert ids_of(made["tokenizer"]) == ids_of(AutoTokenizer.from_pretrained(written / name))
 
 
 @pytest.mark.parametrize("name", [*OLMO, *LLAMA])

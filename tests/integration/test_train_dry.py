@@ -41,7 +41,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "pool-dense": ("dense", {"routing": POOL}, "routing.rule: llama has no router that training rules work on"),
     "balance": ("dense", {"losses": {"balance": {"coefficient": 0.1}}}, "losses.balance: llama has no router"),
     "z": ("dense", {"losses": {"router_z": 0.1}}, "losses.router_z: llama has no router"),
-    "bias": ("deepseek", {"losses": {"bias_balancing": 0.1}}, "losses.bias_balancing: deepseek_v3 has no router"),
+    "bias": ("dense", {"losses": {"bias_balancing": 0.1}}, "losses.bias_balancing: llama has no router"),
+    "one-of-own": ("deepseek", {"routing": {"rule": "one_per_group"}}, "one_per_group needs routers with a softmax"),
     "no-groups": ("olmoe", {"routing": {"rule": "one_per_group"}}, "give them as routing.expert_groups"),
     "groups": (
         "olmoe", {"routing": {"rule": "one_per_group", "expert_groups": [0, 0, 1, 1]}}, "4 entries for 6 experts",

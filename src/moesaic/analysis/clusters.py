@@ -99,6 +99,8 @@ def cluster_tokens(
     component); the seed is that of the starts and of the silhouette's sample.
     """
     tokens, layers, experts = capture.logits.shape
+    if clusters == 0:
+        return "none were asked for"
     if tokens < clusters:
         return f"there are {tokens} tokens for {clusters} clusters; give more data"
     require_scikit_learn()

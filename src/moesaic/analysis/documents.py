@@ -23,7 +23,7 @@ from moesaic.data.files import PREFIX, Record, find_files, read_hub, read_record
 from moesaic.data.recipe import SourceRecipe
 from moesaic.data.tokenise import in_batches
 from moesaic.data.vocabulary import refuse_unknown_ids
-from moesaic.evaluation.own import is_task, task_name
+from moesaic.evaluation.own import HeldOutText, find_task, is_task, task_name
 
 DOMAIN_FIELD = "domain"
 """Used where the records have it and no other field is named."""
@@ -278,7 +278,7 @@ class Entries:
         quiet: bool = True,
     ) -> None:
         self._data = data
-        self._asked_as = {"shots": shots, "data_dir": data_dir}
+        self._shots, self._data_dir = shots, data_dir
         self._asked = domain_field
         self._quiet = quiet
         self.domain_field: str | None = None
@@ -299,11 +299,27 @@ class Entries:
                     yield from self._entries(records, str(file.path), has_fields=file.format != "text")
 
     def _requests(self, task: str) -> Iterator[Entry]:
-        """What `eval` asks of a task; its domain is the task."""
+        """What `eval` asks of a task, whose name is the domain, or the held-out text that it measures, with its own."""
+        if isinstance(text := find_task(task).task, HeldOutText):
+            yield from self._held_out(task, text)
+            return
         from moesaic.evaluation.requests import task_requests
 
-        for request in task_requests(task, **self._asked_as):
+        for request in task_requests(task, shots=self._shots, data_dir=self._data_dir):
             yield Entry(request.text, task_name(task), request.where)
+
+    def _held_out(self, task: str, text: HeldOutText) -> Iterator[Entry]:
+        from moesaic.evaluation.local import DataMissingError
+        from moesaic.evaluation.perplexity import files_of, read_documents
+
+        try:
+            files = files_of(text, self._data_dir)
+        except DataMissingError as error:
+            raise MoesaicError(f"--data {task}: {error}") from error
+        asked = DOMAIN_FIELD if self._asked is None else self._asked
+        self.domain_field = asked if text.domain is None else text.domain
+        for document in read_documents(files, domain_field=self.domain_field, text_field=text.text):
+            yield Entry(document.text, document.domain, document.source)
 
     def _entries(self, records: Iterator[Record], name: str, *, has_fields: bool = True) -> Iterator[Entry]:
         field = self._asked or DOMAIN_FIELD

@@ -70,8 +70,11 @@ def layer_verdict(layer: int, level: Level, load_E: Float[ndarray, " experts"], 
     return Verdict(level=level, sentence=", ".join(parts))
 
 
-def model_verdict(verdicts: Sequence[Verdict]) -> Verdict:
-    """The model's: its worst layer's level, and how many layers there are of each."""
+def model_verdict(verdicts: Sequence[Verdict], effective_L: Float[ndarray, " layers"]) -> Verdict:
+    """The model's: its worst layer's level, how many layers there are of each, and the worst one's figures.
+
+    Of the layers with the worst level that is the one whose load is that of the fewest experts (`effective_L`).
+    """
     worst = max(verdicts, key=lambda verdict: LEVELS.index(verdict.level)).level
     number = {level: sum(verdict.level == level for verdict in verdicts) for level in LEVELS}
     if len(verdicts) == 1 and worst != "healthy":
@@ -81,8 +84,9 @@ def model_verdict(verdicts: Sequence[Verdict]) -> Verdict:
     if number["healthy"] == len(verdicts):
         return Verdict(level="healthy", sentence=f"all {len(verdicts)} MoE layers use their experts evenly")
     said = " and ".join(f"{number[level]} {level}" for level in ("collapsed", "skewed") if number[level])
-    example = next(verdict for verdict in verdicts if verdict.level == worst)
-    return Verdict(level=worst, sentence=f"of {len(verdicts)} MoE layers, {said}; {example.sentence}")
+    place = min(np.flatnonzero([verdict.level == worst for verdict in verdicts]), key=lambda layer: effective_L[layer])
+    sentence = f"of {len(verdicts)} MoE layers, {said}; the worst: {verdicts[int(place)].sentence}"
+    return Verdict(level=worst, sentence=sentence)
 
 
 def normalised_entropy(load_XE: Float[ndarray, "... experts"]) -> Float[ndarray, "..."]:

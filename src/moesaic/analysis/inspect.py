@@ -126,7 +126,8 @@ def prepare(recipe: InspectRecipe, out: Path, *, overwrite: bool = False, quiet:
     from moesaic.analysis.clusters import require_scikit_learn
     from moesaic.loading import load_tokenizer
 
-    require_scikit_learn()
+    if recipe.clusters:
+        require_scikit_learn()
     tokenizer = load_tokenizer(checkpoints[0].path)
     entries = Entries(recipe.data, recipe.domain_field, shots=recipe.shots, data_dir=recipe.data_dir, quiet=quiet)
     vocabulary = min(int(checkpoint.config["vocab_size"]) for checkpoint in checkpoints)
@@ -329,13 +330,13 @@ def _assemble(capture: "Capture", prepared: Prepared, model: ModelFacts, *, scra
     return Inspection(
         model=model,
         data=data,
-        verdict=model_verdict(verdicts),
+        verdict=model_verdict(verdicts, statistics.effective_SL[0]),
         verdicts=verdicts,
         rule=RULE,
         clustering=clustering,
         why_no_clusters=why_no_clusters,
         first_token=describe.describe_first_token(sample, cluster_T, first_token_cosine(measured)),
-        versions=versions() | {"scikit-learn": version("scikit-learn")},
+        versions=versions() | ({"scikit-learn": version("scikit-learn")} if prepared.recipe.clusters else {}),
         documents=describe.describe_documents(sample, cluster_T),
         experts=describe.describe_experts(
             source, measured, model.layers, statistics.counts_SLE[0], statistics.pairs_LEE

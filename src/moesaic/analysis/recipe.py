@@ -17,7 +17,7 @@ class InspectRecipe:
     """The mixture-of-experts model: folder or hub id."""
     data: tuple[str, ...] = ()
     """Text: a .jsonl, .parquet, .txt or .md file, a folder, hf://org/name, or a task by name or .yaml file, as eval
-    asks it, with the answers; repeatable."""
+    asks it, with the answers; perplexity is the held-out text in --data-dir. Repeatable."""
     shots: int | None = None
     """--data TASK: demonstrations before each question. Default: the task file's own, else 0."""
     data_dir: str | None = None
@@ -35,7 +35,7 @@ class InspectRecipe:
     max_length: int = 2048
     """Leave out documents with more tokens."""
     clusters: int = 32
-    """Number of token clusters."""
+    """Number of token clusters; 0 makes none, and needs no scikit-learn."""
     batch_size: int = 16
     """Documents at once; more is faster and needs more memory."""
     device: str | None = None
@@ -56,8 +56,8 @@ class InspectRecipe:
             )
         if not self.data:
             raise MoesaicError("--data: is needed; give a file or folder of text")
-        if not 2 <= self.clusters <= 1000:
-            raise MoesaicError(f"--clusters {self.clusters}: must be from 2 to 1000")
+        if self.clusters != 0 and not 2 <= self.clusters <= 1000:
+            raise MoesaicError(f"--clusters {self.clusters}: must be from 2 to 1000, or 0 for none")
         if self.batch_size < 1:
             raise MoesaicError(f"--batch-size {self.batch_size}: must be at least 1")
 

@@ -7,13 +7,14 @@ import io
 import shutil
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from rich.console import Console, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -24,9 +25,8 @@ LAYER_FIGURES = ("entropy", "effective", "largest", "two_busiest", "dead", "cose
 """Fields of `Statistics` without their suffix that there is one number of per scope and layer."""
 _COLOURS = {"healthy": "green", "skewed": "yellow", "collapsed": "red"}
 _SHORT = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
-_MOST_DOMAINS = 8
-_MOST_CLUSTERS = 40
-_BAR = 10
+_MOST_LAYERS = _MOST_DOMAINS = _MOST_CLUSTERS = 3
+_BAR = 8
 
 
 def layer_rows(inspection: Inspection, scope: int = 0) -> list[dict[str, Any]]:
@@ -81,14 +81,6 @@ def distinctness(inspection: Inspection) -> dict[str, float | None]:
     }
 
 
-def bucket_names(starts: np.ndarray, document_tokens: int) -> list[str]:
-    """Positions of each bucket, counted from 1: 1, 2, 3-4, 5-8, ..."""
-    return [
-        str(start + 1) if stop == start + 1 else f"{start + 1}-{stop}"
-        for start, stop in pairwise([*starts.tolist(), document_tokens])
-    ]
-
-
 def summarise(inspection: Inspection) -> dict[str, Any]:
     """Everything that fits on a page, as plain values; `against` is the second model's."""
     clustering = inspection.clustering
@@ -125,9 +117,9 @@ class Screen:
 
 
 def terminal_lines(inspection: Inspection) -> list[str]:
-    """The whole summary for the terminal that this process writes to."""
+    """The summary for the terminal that this process writes to: one screen of 24 lines of 80 characters."""
     screen = Screen(
-        width=max(60, shutil.get_terminal_size((110, 50)).columns),
+        width=max(80, shutil.get_terminal_size((80, 24)).columns),
         colour=sys.stdout.isatty(),
         unicode=(sys.stdout.encoding or "").lower().replace("-", "") == "utf8",
     )
@@ -135,7 +127,7 @@ def terminal_lines(inspection: Inspection) -> list[str]:
 
 
 def render(inspection: Inspection, screen: Screen) -> str:
-    """The whole summary as text."""
+    """The summary as text: of one model its parts, of two models their figures side by side."""
     console = Console(
         file=io.StringIO(),
         width=screen.width,
@@ -148,10 +140,11 @@ def render(inspection: Inspection, screen: Screen) -> str:
     )
     models = [inspection] if inspection.against is None else [inspection, inspection.against]
     for one in models:
-        for part in _parts(one, screen):
+        for part in _head(one, screen):
             console.print(part)
-    if inspection.against is not None:
-        console.print(_side_by_side(inspection, inspection.against, screen))
+    tables = _tables(inspection, screen)
+    for part in tables if inspection.against is None else [_side_by_side(inspection, inspection.against, screen)]:
+        console.print(part)
     file = console.file
     assert isinstance(file, io.StringIO)
     text = file.getvalue()
@@ -181,7 +174,7 @@ def _escaped(character: str) -> str:
     return f"\\x{ord(character):02x}" if ord(character) < 256 else f"\\u{ord(character):04x}"
 
 
-def _parts(inspection: Inspection, screen: Screen) -> Iterator[RenderableType]:
+def _head(inspection: Inspection, screen: Screen) -> Iterator[RenderableType]:
     model, data, verdict = inspection.model, inspection.data, inspection.verdict
     shared = f" and {model.num_shared_experts} shared" if model.num_shared_experts else ""
     yield _title(
@@ -189,15 +182,17 @@ def _parts(inspection: Inspection, screen: Screen) -> Iterator[RenderableType]:
         f"{shared}, {model.top_k} per token"
     )
     yield Text(
-        f"{data.tokens:,} tokens of {data.documents:,} documents ({data.records:,} records read), the first "
-        f"{data.document_tokens} of each, {data.min_length} to {data.max_length} long, seed {data.seed}"
+        f"{data.tokens:,} tokens: the first {data.document_tokens} of {data.documents:,} documents, "
+        f"{data.min_length} to {data.max_length} long; seed {data.seed}"
     )
     yield Text.assemble("Verdict: ", (verdict.level, _style(screen, _COLOURS[verdict.level])), f": {verdict.sentence}")
+
+
+def _tables(inspection: Inspection, screen: Screen) -> Iterator[RenderableType]:
     yield _health(inspection, screen)
-    yield _domains(inspection)
-    yield _clusters(inspection, screen)
-    yield _positions(inspection, screen)
-    yield Text(f"First token: {inspection.first_token.sentence}.\n")
+    yield _domains(inspection, screen)
+    yield from _clusters(inspection, screen)
+    yield Text(f"First token: {inspection.first_token.sentence.partition(';')[0]}.")
 
 
 def _title(text: str) -> Text:
@@ -208,91 +203,81 @@ def _style(screen: Screen, style: str) -> str:
     return style if screen.colour else ""
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """A table whose first column is on the left; columns named with a > are numbers on the right."""
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1), title_style="bold", header_style="dim")
-    for name in columns:
-        number = name.startswith(">")
-        table.add_column(name.lstrip(">"), justify="right" if number else "left", no_wrap=number)
+def _table(title: str, screen: Screen, columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Group:
+    """A table of the first columns, as many as the screen has room for; those named with a > stand on the right."""
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    widths = [max(cell_len(str(cell)) for cell in column) for column in zip(columns, *rows, strict=True)]
+    fitting = sum(end <= screen.width for end in accumulate(width + 2 for width in widths))
+    for name in columns[:fitting]:
+        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    return table
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row[:fitting]))
+    return Group(_title(title), table)
 
 
-def _health(inspection: Inspection, screen: Screen) -> Table:
-    numbers = inspection.statistics
+def _some(what: str, shown: int, of: int, which: str) -> str:
+    return what if shown == of else f"{what} (of {of}, the {shown} {which})"
+
+
+def _health(inspection: Inspection, screen: Screen) -> Group:
+    """The layers whose load is least even, the worst first."""
+    numbers, layers = inspection.statistics, inspection.model.layers
+    columns = ["layer", "verdict", "evenness", ">largest", ">two", ">dead", ">like n", ">entropy", ">confidence"]
     grouped = inspection.model.groups is not None
-    columns = ["layer", "verdict", "evenness", ">entropy", ">like n", ">largest", ">two", ">dead", ">confidence"]
     rows = []
-    for row, layer in enumerate(inspection.model.layers):
+    for row in np.lexsort((numbers.entropy_SL[0], -numbers.level_SL[0]))[:_MOST_LAYERS]:
         level = level_name(numbers.level_SL[0, row])
         cells: list[str | Text] = [
-            str(layer),
+            str(layers[row]),
             Text(level, style=_style(screen, _COLOURS[level])),
             bar(float(numbers.entropy_SL[0, row]), screen),
-            f"{numbers.entropy_SL[0, row]:.3f}",
-            f"{numbers.effective_SL[0, row]:.1f}",
             f"{numbers.largest_SL[0, row]:.1%}",
             f"{numbers.two_busiest_SL[0, row]:.1%}",
             str(numbers.dead_SL[0, row]),
+            f"{numbers.effective_SL[0, row]:.1f}",
+            f"{numbers.entropy_SL[0, row]:.3f}",
             f"{numbers.confidence_SL[0, row]:.2f}",
         ]
         rows.append([*cells, f"{numbers.coselection_SL[0, row]:.1%}"] if grouped else cells)
-    return _table("\nLoad of the experts", [*columns, ">in group"] if grouped else columns, rows)
+    title = _some("Load of the experts", len(rows), len(layers), "least even")
+    return _table(title, screen, [*columns, ">in group"] if grouped else columns, rows)
 
 
-def _domains(inspection: Inspection) -> Table:
-    domains = inspection.data.domains[:_MOST_DOMAINS]
+def _domains(inspection: Inspection, screen: Screen) -> Group:
+    """The domains of most tokens; `alike` is the mean cosine of a domain's mean probabilities with the others'."""
+    domains, numbers = inspection.data.domains, inspection.statistics
     used = {row["domain"]: row["experts"] for row in domain_experts(inspection)}
-    columns = ["domain", ">documents", ">tokens", ">like n", *(f">{visible(one.name, 10)}" for one in domains)]
     rows = []
-    for index, domain in enumerate(domains):
-        similar = [f"{inspection.statistics.similarity_NN[index, other]:.2f}" for other in range(len(domains))]
+    for index in sorted(range(len(domains)), key=lambda index: -domains[index].tokens)[:_MOST_DOMAINS]:
+        domain = domains[index]
+        others = np.delete(numbers.similarity_NN[index], index)
         best = ", ".join(f"{one['layer']}/{one['expert']} {one['load']:.0%}" for one in used[domain.name][:2])
-        effective = inspection.statistics.effective_SL[1 + index].mean()
-        counts = [f"{domain.documents:,}", f"{domain.tokens:,}", f"{effective:.1f}"]
-        rows.append([visible(domain.name, 20), *counts, *similar, best])
-    more = len(inspection.data.domains) - len(domains)
-    title = "\nDomains: cosine of their mean probabilities" + (f" (the first {len(domains)})" if more else "")
-    return _table(title, [*columns, "uses (layer/expert)"], rows)
+        counts = [f"{domain.tokens:,}", f"{numbers.effective_SL[1 + index].mean():.1f}"]
+        alike = _number(float(others.mean()) if len(others) else None)
+        rows.append([visible(domain.name, 20), *counts, alike, best, f"{domain.documents:,}"])
+    title = _some("Domains", len(rows), len(domains), "with the most tokens")
+    return _table(title, screen, ["domain", ">tokens", ">like n", ">alike", "uses (layer/expert)", ">documents"], rows)
 
 
-def _clusters(inspection: Inspection, screen: Screen) -> RenderableType:
+def _clusters(inspection: Inspection, screen: Screen) -> Iterator[RenderableType]:
     found = inspection.clustering
     if found is None:
-        return Text(f"\nNo token clusters: {inspection.why_no_clusters}.")
+        yield Text(f"No token clusters: {inspection.why_no_clusters}.")
+        return
     figures = [f"purity {found.purity:.2f}"]
-    figures += [] if found.nmi is None else [f"mutual information with domains {found.nmi:.2f}"]
-    figures += [] if found.silhouette is None else [f"silhouette {found.silhouette:.2f}"]
-    figures.append(
-        f"{found.concentration:.0%} of a document in its main cluster ({found.concentration_by_chance:.0%} by chance)"
-    )
+    figures += [] if found.nmi is None else [f"information {found.nmi:.2f}"]
+    figures.append(f"{found.concentration:.0%} of a document in one")
     rows = []
     for index, cluster in enumerate(found.clusters[:_MOST_CLUSTERS]):
         main = int(np.argmax(cluster.domains))
-        strings = "  ".join(visible(one.name.strip(" ") or "␣", 12) for one in cluster.frequent[:5])
-        share = cluster.tokens / inspection.data.tokens
+        strings = "  ".join(visible(one.name.strip(" ") or "␣", 9) for one in cluster.frequent[:3])
         name = visible(inspection.data.domains[main].name, 16)
-        size = [str(index), f"{cluster.tokens:,}", bar(share * len(found.clusters) / 4, screen, 8)]
-        rows.append([*size, f"{cluster.purity:.0%}", name, strings])
-    title = f"\nToken clusters ({found.components} of {found.features} dimensions): {', '.join(figures)}"
-    return _table(title, [">cluster", ">tokens", "", ">purity", "domain", "strings"], rows)
+        rows.append([str(index), f"{cluster.tokens:,}", f"{cluster.purity:.0%}", name, strings])
+    title = f"{len(found.clusters)} token clusters: {', '.join(figures)}"
+    yield _table(title, screen, [">cluster", ">tokens", ">purity", "domain", "strings"], rows)
 
 
-def _positions(inspection: Inspection, screen: Screen) -> Table:
-    numbers = inspection.statistics
-    rows = []
-    for index, name in enumerate(bucket_names(numbers.bucket_start_B, inspection.data.document_tokens)):
-        if numbers.bucket_tokens_B[index]:
-            alike = float(numbers.position_to_document_BL[index].mean())
-            before = f"{numbers.position_to_previous_BL[index].mean():.2f}" if index else ""
-            confidence = f"{numbers.position_confidence_BL[index].mean():.2f}"
-            rows.append([name, confidence, bar(alike, screen), f"{alike:.2f}", before])
-    columns = [">position", ">confidence", "like document", ">cosine", ">like previous"]
-    return _table("\nRouting over a document (mean over layers)", columns, rows)
-
-
-def _side_by_side(first: Inspection, second: Inspection, screen: Screen) -> Table:
+def _side_by_side(first: Inspection, second: Inspection, screen: Screen) -> Group:
     def figures(one: Inspection) -> list[tuple[str, str]]:
         numbers, found, alike = one.statistics, one.clustering, distinctness(one)
         return [
@@ -312,7 +297,7 @@ def _side_by_side(first: Inspection, second: Inspection, screen: Screen) -> Tabl
     rows = [[name, ours, theirs] for (name, ours), (_, theirs) in zip(figures(first), figures(second), strict=True)]
     half = max(10, screen.width // 2 - 16)
     columns = ["", f">{visible(first.model.name, half)}", f">{visible(second.model.name, half)}"]
-    return _table("Side by side", columns, rows)
+    return _table("Side by side", screen, columns, rows)
 
 
 def _number(value: float | None) -> str:

@@ -17,6 +17,12 @@ OLDEST_TRANSFORMERS = "5.24"
 
 ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq")
 
+_BY_KIND_OF_LAYER_IN_4 = tuple(
+    prefix + base for prefix in ("", "moesaic_") for base in ("gemma3_text", "gemma3n_text", "olmo3")
+)
+"""The causal families of transformers 4 whose layers differ in rope, and ours on them. Its last version is out: these
+are all. Families that came with 5 have no older spelling, and stumble over its keys."""
+
 _MADE_ANEW = (
     "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "model_type",
 )  # fmt: skip
@@ -39,17 +45,13 @@ def both_ropes(config: Mapping[str, Any]) -> dict[str, Any]:
     if not made.get("rope_parameters") and made.get("rope_theta") is None:
         return made
     parameters = made.get("rope_parameters") or rope_parameters(made)
-    if _has_no_older_spelling(made, parameters):
+    if _by_kind_of_layer(parameters) and str(made.get("model_type")) not in _BY_KIND_OF_LAYER_IN_4:
         return made
     return {**_older_spelling(parameters), **made, "rope_parameters": parameters}
 
 
-def _has_no_older_spelling(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> bool:
-    """Whether a family of mixtures of experts says rope for each kind of layer: all such came with transformers 5, and
-    stumble over keys of 4 beside it. Dense ones (Gemma 3, OLMo 3), and ours on them, are older."""
-    of_layers = any(isinstance(value, Mapping) for value in parameters.values())
-    experts = any(key.endswith("_experts") and isinstance(value, int) for key, value in config.items())
-    return of_layers and experts and not str(config.get("model_type")).startswith("moesaic_")
+def _by_kind_of_layer(parameters: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Mapping) for value in parameters.values())
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,13 +87,3 @@ def with_source_keys(config: Mapping[str, Any], source: Mapping[str, Any]) -> di
     """A config that transformers made, and the source's keys that it left out, such as those of older spellings."""
     lost = {key: value for key, value in source.items() if key not in config and key not in _MADE_ANEW}
     return {**lost, **config}
-
-
-def needs(config: Mapping[str, Any]) -> str:
-    """The end of a card: what loads a checkpoint that brings its own code; empty for one that needs none."""
-    if "auto_map" not in config:
-        return ""
-    return (
-        f"\nNeeds transformers {OLDEST_TRANSFORMERS} or newer; where Moesaic is not installed, with "
-        "`trust_remote_code=True`.\n"
-    )

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import moesaic
-from moesaic.checkpoint.headers import SIDE_FILES, load_json
+from moesaic.checkpoint.config_file import OLDEST_TRANSFORMERS
+from moesaic.checkpoint.headers import SIDE_FILES, VOCABULARY_FILES, load_json
 from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.source import Checkpoint, file_inside
 from moesaic.common.errors import MoesaicError
@@ -24,6 +25,9 @@ from moesaic.common.recipe import Count, Size, load_document
 
 PROVENANCE_FILE = "moesaic.json"
 FORMAT = "moesaic/1"
+CARD_FILE = "README.md"
+OUT_IN_CARDS = "OUT"
+"""What a card calls the folder that it lies in; a push puts the repository's name there."""
 
 _PACKAGES = ("torch", "transformers", "safetensors", "huggingface_hub", "numpy")
 
@@ -281,6 +285,25 @@ def model_card(
     return "\n".join(parts)
 
 
+def how_to_load(folder: Path, config: Mapping[str, Any]) -> str:
+    """The end of a card: the code that loads what lies in the folder, and what it needs."""
+    ours = "auto_map" in config
+    has_tokenizer = any(next(folder.glob(pattern), None) for pattern in VOCABULARY_FILES)
+    names = "AutoModelForCausalLM, AutoTokenizer" if has_tokenizer else "AutoModelForCausalLM"
+    code = [
+        f"from transformers import {names}",
+        "",
+        f'name = "{OUT_IN_CARDS}"',
+        f"model = AutoModelForCausalLM.from_pretrained(name{', trust_remote_code=True' if ours else ''})",
+        *(["tokenizer = AutoTokenizer.from_pretrained(name)"] if has_tokenizer else []),
+    ]
+    said = f"""
+The architecture's code comes with the model. It needs transformers {OLDEST_TRANSFORMERS} or newer; after
+`import moesaic` it is known, and `trust_remote_code` not needed.
+"""
+    return f"\n{fenced(chr(10).join(code), language='python')}\n{said if ours else ''}"
+
+
 def _without_revision(base: str) -> str:
     match = None if Path(base).exists() else _HUB_ID.fullmatch(base)
     return match[1] if match else base
@@ -288,7 +311,7 @@ def _without_revision(base: str) -> str:
 
 def write_card(folder: Path, card: str) -> None:
     """Write the card as README.md."""
-    path = folder / "README.md"
+    path = folder / CARD_FILE
     with explained(path):
         path.write_text(card, encoding="utf-8")
 

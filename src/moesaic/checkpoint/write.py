@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.checkpoint.config_file import needs, write_config
+from moesaic.checkpoint.config_file import write_config
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.lazy import Lazy
 from moesaic.checkpoint.output import check_target, output_folder, require_disk
@@ -27,6 +27,7 @@ from moesaic.checkpoint.record import (
     check_side_files,
     combine,
     copy_side_files,
+    how_to_load,
     source_record,
     weights_hash,
     write_card,
@@ -289,7 +290,7 @@ def _write_small_files(new: NewCheckpoint, folder: Path, hashes: Hashes, written
         path = folder / name
         with explained(path):
             path.write_text(text, encoding="utf-8")
-    write_card(folder, new.card + needs(new.config))
+    write_card(folder, new.card + how_to_load(folder, new.config))
     write_provenance(
         folder,
         verb=new.verb,

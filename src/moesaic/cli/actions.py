@@ -6,6 +6,7 @@ from pathlib import Path
 
 from moesaic.cli.build import Call, show
 from moesaic.cli.output import print_json, print_lines, print_result
+from moesaic.common.fold import room
 
 
 def generate(call: Call) -> int:
@@ -28,13 +29,16 @@ def train(call: Call) -> int:
     """Plan a run or do it; of several ranks the first one prints."""
     recipe, out = call.recipe, Path(str(call.out))
     resume, overwrite = call.further.get("resume", False), call.run["overwrite"]
+    hub = {key: call.run[key] for key in ("push_to_hub", "public")}
     if call.run["dry_run"]:
+        from moesaic.checkpoint.push import check_push
         from moesaic.training.folder import refuse_content, refuse_overlap, require_local_files
         from moesaic.training.planning import plan_train
 
         refuse_overlap(out, recipe)
         refuse_content(out, resume=resume, overwrite=overwrite)
         require_local_files(recipe)
+        check_push(**hub)
         plan = plan_train(recipe, subject=call.config or "recipe")
         from moesaic.training.start import check_dry  # with torch, so after what can be refused without
 
@@ -42,7 +46,7 @@ def train(call: Call) -> int:
         return show(call, plan)
     from moesaic.training.run import train
 
-    result = train(recipe, out, resume=resume, overwrite=overwrite, quiet=call.quiet)
+    result = train(recipe, out, resume=resume, overwrite=overwrite, quiet=call.quiet, **hub)
     return show(call, result) if os.environ.get("RANK", "0") == "0" else 0
 
 
@@ -56,16 +60,18 @@ def inspect(call: Call) -> int:
     inspection = inspect.run(call.recipe, out, overwrite=overwrite, quiet=quiet)
     from moesaic.analysis.summary import summarise, terminal_lines
 
-    lines = () if quiet or call.json else (*terminal_lines(inspection), f"written to {out}")
+    last = f"written to {out}; to see all of it: moesaic report {out} report.html"
+    lines = () if quiet or call.json else (*terminal_lines(inspection), last)
     print_result(lines, summarise(inspection), as_json=call.json)
     return 0
 
 
 def compare(call: Call) -> int:
-    """Print the tables in a format; on a terminal the best of a column is bold."""
+    """Print the tables in a format; on a terminal the best of a column is bold, and wide ones are folded."""
     from moesaic.comparison.compare import compare
 
     found = compare.run(call.recipe)
     bold = sys.stdout.isatty() and not call.json
-    print_result(found.lines(call.further.get("format", "table"), bold=bold), found.to_dict(), as_json=call.json)
+    lines = found.lines(call.further.get("format", "table"), bold=bold, room=room())
+    print_result(lines, found.to_dict(), as_json=call.json)
     return 0

@@ -25,7 +25,11 @@ from moesaic.common.workers import check_workers
 from moesaic.recipes import recipe_source
 
 _DEFAULT = re.compile(r"\s*\bDefault: (.*?)\.?$")
-_RUN_TYPES = {"overwrite": bool, "dry_run": bool, "workers": int | None, "quiet": bool, "json": bool}
+_RUN_TYPES = {
+    **dict.fromkeys(("overwrite", "dry_run", "public", "quiet", "json"), bool),
+    "workers": int | None,
+    "push_to_hub": str,
+}
 _SHARED = {
     "config": "YAML file, or a name from `moesaic recipes list`, with these keys; what else is given wins over it.",
     "set": "A key of the recipe, dots between names, and its value; repeatable.",
@@ -50,6 +54,10 @@ class Option:
     """Whether one flag takes all words up to the next."""
     hidden: bool = False
     """Whether the key has no flag: it is set by Python, `--config` and `--set` only."""
+
+
+_RUN = {"push_to_hub": Option(metavar="ORG/NAME")}
+"""Of options that are about one run, whatever the verb."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +170,7 @@ def _read(name: str, command: Command, recipe: type, words: list[str], given: di
     """Make the recipe of what was given."""
     config, overrides = given.pop("config", None), given.pop("set", ())
     as_json = given.pop("json", False)
-    run = {key: given.pop(key, None if key == "workers" else False) for key in (*command.run_options, "quiet")}
+    run = {key: given.pop(key, False if _RUN_TYPES[key] is bool else None) for key in (*command.run_options, "quiet")}
     given |= _placed(name, command, words, recipe, has_config=config is not None)
     config = given.pop("config", config)
     for key, message in command.missing.items():
@@ -248,7 +256,7 @@ def flags(command: Command, recipe: type) -> dict[str, tuple[Any, Parameter]]:
     made["set"] = (tuple[str, ...], Parameter(help=_SHARED["set"], metavar="KEY=VALUE"))
     shared = {key: (_RUN_TYPES[key], _SHARED[key]) for key in (*command.run_options, "json", "quiet")}
     for key, (read, doc) in {**command.further, **shared}.items():
-        made[key] = (read, _described(command.options.get(key, Option()), key, read, doc, None))
+        made[key] = (read, _described(command.options.get(key, _RUN.get(key, Option())), key, read, doc, None))
     return made
 
 

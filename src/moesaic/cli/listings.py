@@ -7,6 +7,7 @@ from cyclopts import App, Parameter
 
 from moesaic.cli.options import Json, Quiet
 from moesaic.cli.output import print_result
+from moesaic.common.fold import column_blocks, room
 from moesaic.common.recipe import recipe_values
 from moesaic.families.support import COLUMNS, TESTED, Support, find, support
 from moesaic.recipes import read_recipe, shipped_recipes
@@ -42,15 +43,17 @@ def _table(rows: tuple[Support, ...]) -> list[str]:
     """One line per family; what is not plainly tested has a number, explained below."""
     reasons: dict[str, int] = {}
     width = max(len(row.model_type) for row in rows)
-    lines = [" ".join([" " * width, *(column.rjust(max(len(column), len(TESTED))) for column in COLUMNS)])]
+    widths = [max(len(column), len(TESTED)) for column in COLUMNS]
+    made: list[tuple[str, list[str]]] = [("", list(COLUMNS))]
     for row in rows:
-        cells = []
-        for column in COLUMNS:
-            value = row.cells[column]
-            mark = TESTED if value == TESTED else f"[{reasons.setdefault(value, len(reasons) + 1)}]"
-            cells.append(mark.rjust(max(len(column), len(TESTED))))
-        lines.append(" ".join([row.model_type.ljust(width), *cells]))
-    return [*lines, "", *(f"[{number}] {reason}" for reason, number in reasons.items())]
+        values = [row.cells[column] for column in COLUMNS]
+        marks = [one if one == TESTED else f"[{reasons.setdefault(one, len(reasons) + 1)}]" for one in values]
+        made.append((row.model_type, marks))
+    lines: list[str] = []
+    for block in column_blocks(width, widths, room(), gap=1):
+        lines += [" ".join([name.ljust(width), *(cells[c].rjust(widths[c]) for c in block)]) for name, cells in made]
+        lines.append("")
+    return [*lines, *(f"[{number}] {reason}" for reason, number in reasons.items())]
 
 
 def _details(row: Support) -> list[str]:

@@ -41,6 +41,9 @@ def _specialists(texts: tuple[str, ...]) -> list[dict[str, str]]:
     return list(given.values())
 
 
+WRITES = ("workers", "overwrite", "dry_run", "push_to_hub", "public")
+"""What every verb that writes a checkpoint from others is told about a run."""
+
 COMMANDS: dict[str, Command] = {
     "upcycle": Command(
         about="Turn a dense checkpoint, or a base and its specialists, into a mixture-of-experts checkpoint.",
@@ -52,7 +55,7 @@ COMMANDS: dict[str, Command] = {
         recipe="moesaic.upcycling.recipe:UpcycleRecipe",
         run="moesaic.upcycling.run:upcycle",
         arguments=("base", "out"),
-        run_options=("workers", "overwrite", "dry_run"),
+        run_options=WRITES,
         missing={
             "arguments": "BASE and OUT are both needed; with --config RECIPE.yaml, OUT alone",
             "method": "--method is needed: one of {choices}",
@@ -72,7 +75,7 @@ COMMANDS: dict[str, Command] = {
         recipe="moesaic.expansion.recipe:ExpandRecipe",
         run="moesaic.expansion.run:expand",
         arguments=("checkpoint", "out"),
-        run_options=("workers", "overwrite", "dry_run"),
+        run_options=WRITES,
         missing={
             "arguments": "CKPT and OUT are both needed; with --config RECIPE.yaml, OUT alone",
             "experts": "--experts is needed: the number of routed experts per layer of the result",
@@ -137,7 +140,7 @@ COMMANDS: dict[str, Command] = {
         recipe="moesaic.selection.recipe:ExtractRecipe",
         run="moesaic.selection.extract:extract",
         arguments=("checkpoint", "selection", "out"),
-        run_options=("workers", "overwrite", "dry_run"),
+        run_options=WRITES,
     ),
     "merge-back": Command(
         about="""Put the experts of a fine-tuned subset back to their places in the full model.
@@ -150,7 +153,7 @@ COMMANDS: dict[str, Command] = {
         recipe="moesaic.selection.recipe:MergeBackRecipe",
         run="moesaic.selection.merge:merge_back",
         arguments=("full", "subset", "out"),
-        run_options=("workers", "overwrite", "dry_run"),
+        run_options=WRITES,
         options={"parts": Option(flag="--with", metavar="PARTS", type=str, read=_with_commas)},
     ),
     "eval": Command(
@@ -196,11 +199,12 @@ Suites: divmoe15, divmoe8, emo-mc9, emo-gen5, mmlu-categories, mmlu-pro, gsm8k, 
         recipe="moesaic.training.recipe:TrainRecipe",
         run="moesaic.training.run:train",
         arguments=("config", "out"),
-        run_options=("overwrite", "dry_run"),
+        run_options=WRITES[1:],
         options={
             "config": Option(
                 metavar="RECIPE", help="Training recipe: a YAML file, or a name from `moesaic recipes list`."
             ),
+            "trackers": Option(metavar="NAME"),
             "out": Option(help="Folder of the checkpoint, the metrics and the run state."),
             "overwrite": Option(help="Remove the run or checkpoint in OUT first."),
             "dry_run": Option(help="Check the recipe and say what the run would need, but train nothing."),
@@ -223,7 +227,7 @@ Suites: divmoe15, divmoe8, emo-mc9, emo-gen5, mmlu-categories, mmlu-pro, gsm8k, 
         recipe="moesaic.exporting.recipe:ExportRecipe",
         run="moesaic.exporting.run:export",
         arguments=("checkpoint", "out"),
-        run_options=("workers", "overwrite", "dry_run"),
+        run_options=WRITES,
         options={"to": Option(metavar="FAMILY"), "layout": Option(type=str)},
         further={
             "check": (bool, "Run both models on random and real tokens and compare the logits, in fp32."),

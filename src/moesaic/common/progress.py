@@ -15,6 +15,7 @@ Tick = Callable[[float], None]
 
 LINE_SECONDS = 5.0  # between two plain lines
 BAR_SECONDS = 0.1  # between two updates of the live bar
+_BAR_WIDTH = 10
 _PREFIXES = ("", "k", "M", "G", "T", "P")
 
 
@@ -46,12 +47,12 @@ def progress(total: float | None, unit: str = "B", *, label: str, quiet: bool = 
         return
     live = on_terminal()
     with (bar if live else _lines)(label, total) as show:
-        meter = _Meter(total=total, unit=unit, show=show, interval=BAR_SECONDS if live else LINE_SECONDS)
+        meter = Meter(total=total, unit=unit, show=show, interval=BAR_SECONDS if live else LINE_SECONDS)
         yield meter.tick
         meter.finish()
 
 
-class _Meter:
+class Meter:
     """Adds up what was done and calls `show(done, text)` at most once per interval."""
 
     def __init__(self, *, total: float | None, unit: str, show: Callable[[float, str], None], interval: float):
@@ -61,6 +62,7 @@ class _Meter:
         self._lock = threading.Lock()
 
     def tick(self, amount: float) -> None:
+        """Add an amount just done."""
         with self._lock:
             self._done += amount
             now = time.monotonic()
@@ -82,25 +84,45 @@ def _lines(label: str, _total: float | None) -> Iterator[Callable[[float, str], 
 
 @contextmanager
 def bar(label: str, total: float | None) -> Iterator[Callable[[float, str], None]]:
-    """Show a live bar on stderr; gives `show(done, text)`. Messages that are printed meanwhile appear above it."""
+    """Show a live bar on stderr; gives `show(done, text)`. Messages that are printed meanwhile appear above it.
+
+    It is one line: of a text that is too long for the terminal the last parts between commas are left out.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
     columns = (
         TextColumn("{task.description}", markup=False),
-        BarColumn(),
+        BarColumn(bar_width=_BAR_WIDTH),
         TextColumn("{task.fields[text]}", markup=False),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as live:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True) as live:
         task = live.add_task(label, total=total, text="")
-        yield lambda done, text: live.update(task, completed=done, text=text)
+
+        def show(done: float, text: str) -> None:
+            room = console.width - len(label) - _BAR_WIDTH - 2
+            live.update(task, completed=done, text=fitting(text, room))
+
+        yield show
+
+
+def fitting(text: str, room: int) -> str:
+    """As many of the first parts between commas as there is room for, one at least.
+
+    >>> fitting("step 1,000, loss 2.5, 12 s left", 25)
+    'step 1,000, loss 2.5'
+    """
+    while len(text) > room and ", " in text:
+        text = text.rpartition(", ")[0]
+    return text
 
 
 def status(done: float, total: float | None, seconds: float, unit: str) -> str:
     """Say amount, rate and time left in one line.
 
     >>> status(2_500_000_000, 10_000_000_000, 5.0, "B")
-    '25% (2.5 GB of 10.0 GB), 500.0 MB/s, 15 s left'
+    '25% (2.5 GB of 10.0 GB), 15 s left, 500.0 MB/s'
     >>> status(3, None, 2.0, "layers")
     '3 layers, 1.5 layers/s'
     """
@@ -108,10 +130,10 @@ def status(done: float, total: float | None, seconds: float, unit: str) -> str:
     speed = f"{amount(rate, unit)}/s"
     if not total:
         return f"{amount(done, unit)}, {speed}"
-    parts = [f"{100 * done / total:.0f}% ({amount(done, unit)} of {amount(total, unit)})", speed]
+    parts = [f"{100 * done / total:.0f}% ({amount(done, unit)} of {amount(total, unit)})"]
     if done < total and rate > 0:
         parts.append(f"{duration((total - done) / rate)} left")
-    return ", ".join(parts)
+    return ", ".join([*parts, speed])
 
 
 def amount(value: float, unit: str = "B") -> str:

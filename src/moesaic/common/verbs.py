@@ -30,6 +30,8 @@ RUN_OPTIONS = {
     "overwrite": "Replace OUT if it exists; the old one stays until the new one is complete.",
     "dry_run": "Check everything and say what would be written, but write nothing.",
     "workers": f"Threads; the result does not depend on it. Default: one per core, at most {MOST_WORKERS}.",
+    "push_to_hub": "Upload the result to this repository on the hub, private; needs `hf auth login` or HF_TOKEN.",
+    "public": "--push-to-hub: let everybody see the repository.",
     "quiet": "Print no progress, notices or summary; errors are always printed.",
 }
 """Help of the arguments that are about one run and not about its result."""

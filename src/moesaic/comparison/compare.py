@@ -38,9 +38,9 @@ class Comparison:
 
     tables: tuple[Table, ...]
 
-    def lines(self, form: Format = "table", *, bold: bool = False) -> list[str]:
-        """The tables in a format; `bold` marks the best as a terminal does."""
-        return render(self.tables, form, bold=bold)
+    def lines(self, form: Format = "table", *, bold: bool = False, room: int | None = None) -> list[str]:
+        """The tables in a format; `bold` marks the best as a terminal does, and text is folded to lines of `room`."""
+        return render(self.tables, form, bold=bold, room=room)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

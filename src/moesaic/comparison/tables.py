@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from moesaic.common.fold import column_blocks
 from moesaic.common.intervals import Interval
 
 Format = Literal["table", "md", "csv", "json"]
@@ -76,9 +77,12 @@ def cell_text(cell: Interval | str | None, heading: Heading) -> str:
     return f"{write(cell.value)} [{write(cell.low)}, {write(cell.high)}]"
 
 
-def render(tables: Sequence[Table], form: Format, *, bold: bool = False) -> list[str]:
-    """Lines of all tables; `bold` is for a terminal, where the best is bold instead of marked with a star."""
-    return _RENDERERS[form](tables, bold)
+def render(tables: Sequence[Table], form: Format, *, bold: bool = False, room: int | None = None) -> list[str]:
+    """Lines of all tables; `bold` is for a terminal, where the best is bold instead of marked with a star.
+
+    `room` are the characters of a line of text, for tables that are to be folded.
+    """
+    return _text(tables, bold, room) if form == "table" else _RENDERERS[form](tables)
 
 
 def to_json(tables: Iterable[Table]) -> dict[str, Any]:
@@ -114,7 +118,7 @@ def _texts(table: Table, mark: Callable[[str], str]) -> list[list[str]]:
     return rows
 
 
-def _text(tables: Sequence[Table], bold: bool) -> list[str]:
+def _text(tables: Sequence[Table], bold: bool, room: int | None) -> list[str]:
     lines: list[str] = []
     for table in tables:
         texts = _texts(table, lambda text: f"{text}*")
@@ -122,21 +126,27 @@ def _text(tables: Sequence[Table], bold: bool) -> list[str]:
         first = max(map(len, ["", *names]))
         titles = [heading.title for heading in table.headings]
         widths = [max(map(len, column)) for column in zip(titles, *texts, strict=True)]
-        lines += [table.title, _line("", titles, first, widths, bold=False)]
-        lines += [_line(name, line, first, widths, bold=bold) for name, line in zip(names, texts, strict=True)]
+        lines.append(table.title)
+        for block in column_blocks(first, widths, room, gap=2):
+            lines.append(_line("", titles, first, widths, block, bold=False))
+            lines += [
+                _line(name, line, first, widths, block, bold=bold) for name, line in zip(names, texts, strict=True)
+            ]
         lines += [f"  {note}" for note in table.notes]
         lines.append("")
     return lines[:-1]
 
 
-def _line(name: str, texts: Sequence[str], first: int, widths: Sequence[int], *, bold: bool) -> str:
-    padded = [text.rjust(width) for text, width in zip(texts, widths, strict=True)]
+def _line(
+    name: str, texts: Sequence[str], first: int, widths: Sequence[int], block: Iterable[int], *, bold: bool
+) -> str:
+    padded = [texts[place].rjust(widths[place]) for place in block]
     if bold:
         padded = [f"\x1b[1m{text[:-1].rjust(len(text))}\x1b[0m" if text.endswith("*") else text for text in padded]
     return "  ".join([name.ljust(first), *padded]).rstrip()
 
 
-def _markdown(tables: Sequence[Table], _bold: bool) -> list[str]:
+def _markdown(tables: Sequence[Table]) -> list[str]:
     lines: list[str] = []
     for table in tables:
         titles = [_escaped(heading.title) for heading in table.headings]
@@ -151,7 +161,7 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
 
 
-def _csv(tables: Sequence[Table], _bold: bool) -> list[str]:
+def _csv(tables: Sequence[Table]) -> list[str]:
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(["table", "row", "column", "value", "low", "high", "best"])
@@ -164,12 +174,11 @@ def _csv(tables: Sequence[Table], _bold: bool) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def _json(tables: Sequence[Table], _bold: bool) -> list[str]:
+def _json(tables: Sequence[Table]) -> list[str]:
     return json.dumps(to_json(tables), indent=2, ensure_ascii=False).splitlines()
 
 
-_RENDERERS: dict[Format, Callable[[Sequence[Table], bool], list[str]]] = {
-    "table": _text,
+_RENDERERS: dict[Format, Callable[[Sequence[Table]], list[str]]] = {
     "md": _markdown,
     "csv": _csv,
     "json": _json,

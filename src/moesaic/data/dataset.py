@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 
@@ -124,21 +125,24 @@ class ValidationSet:
     predicted.
     """
 
-    def __init__(self, data: PreparedData, domain: str) -> None:
+    def __init__(self, data: PreparedData, domain: str, *, limit: int | None = None) -> None:
+        """With a limit, of the first documents only."""
         chosen = [index for index, source in enumerate(data.recipe.validation) if source.domain == domain]
         assert chosen, domain
         self.domain = domain
         self._domain_id = data.recipe.domains.index(domain)
         self._padding_id = data.padding_id
         self._caches = [open_cache(data.validation[index]) for index in chosen]
-        self._layout = _next_fit([cache.offsets for cache in self._caches], data.recipe.sequence_length)
+        offsets = _first([cache.offsets for cache in self._caches], limit)
+        self._layout = _next_fit(offsets, data.recipe.sequence_length)
         self.paths = [data.recipe.validation[index].path for index in chosen]
         self.cache_names = [data.validation[index].name for index in chosen]
         for number, (path, cache) in enumerate(zip(self.paths, self._caches, strict=True)):
             pieces = self._layout.source_N == number
-            refuse_unpredicted(path, cache, self._layout.begin_N[pieces], self._layout.length_N[pieces])
-        self.num_documents = sum(cache.num_documents for cache in self._caches)
-        self.num_tokens = sum(cache.num_tokens for cache in self._caches)
+            if pieces.any():
+                refuse_unpredicted(path, cache, self._layout.begin_N[pieces], self._layout.length_N[pieces])
+        self.num_documents = sum(len(offset_N) - 1 for offset_N in offsets)
+        self.num_tokens = int(sum(offset_N[-1] - offset_N[0] for offset_N in offsets))
         self.num_sequences = int(self._layout.row_N[-1]) + 1
 
     def batches(self, sequences: int, *, rank: int = 0, world_size: int = 1) -> Iterator[PackedBatch]:
@@ -159,10 +163,18 @@ class ValidationSet:
             )
 
 
-def validation_sets(data: PreparedData) -> tuple[ValidationSet, ...]:
-    """One set per domain that has validation sources, in the order of the recipe."""
+def validation_sets(data: PreparedData, *, limit: int | None = None) -> tuple[ValidationSet, ...]:
+    """One set per domain that has validation sources, in the order of the recipe; `limit` documents of each."""
     domains = dict.fromkeys(source.domain for source in data.recipe.validation)
-    return tuple(ValidationSet(data, domain) for domain in domains)
+    return tuple(ValidationSet(data, domain, limit=limit) for domain in domains)
+
+
+def _first(offsets: list[np.ndarray], limit: int | None) -> list[np.ndarray]:
+    """The offsets of the first documents over all sources."""
+    if limit is None:
+        return offsets
+    before = accumulate((len(offset_N) - 1 for offset_N in offsets), initial=0)
+    return [offset_N[: max(0, limit - count) + 1] for offset_N, count in zip(offsets, before, strict=False)]
 
 
 def _next_fit(offsets: list[np.ndarray], length: int) -> Layout:

@@ -17,7 +17,6 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.numbers import finite_only
 from moesaic.common.progress import notice, warn
 from moesaic.common.verbs import verb
-from moesaic.data.files import rows_file
 from moesaic.evaluation import harness, perplexity, samples
 from moesaic.evaluation.benchmarks import Benchmark
 from moesaic.evaluation.local import (
@@ -194,12 +193,7 @@ def _benchmark_job(
 
 
 def _text_job(recipe: EvalRecipe, task: SuiteTask, subset: Subset | None, text: HeldOutText) -> Job:
-    if text.path is not None:
-        files = (rows_file(text.path),)
-    elif recipe.data_dir is None:
-        raise DataMissingError("held-out text is local; give --data-dir")
-    else:
-        files = perplexity.held_out_files(Path(recipe.data_dir))
+    files = perplexity.files_of(text, recipe.data_dir)
     domain_field = recipe.domain_field if text.domain is None else text.domain
     documents = perplexity.read_documents(files, domain_field=domain_field, text_field=text.text, limit=recipe.limit)
     if subset is not None:

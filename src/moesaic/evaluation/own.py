@@ -139,7 +139,7 @@ def definition_of(reference: str) -> dict[str, str]:
 def is_task(reference: str) -> bool:
     """Whether a text names a task, and not a file or folder of data."""
     path = Path(reference)
-    return path.suffix in SUFFIXES or (reference in BENCHMARKS and not path.exists())
+    return path.suffix in SUFFIXES or (reference in (*BENCHMARKS, PERPLEXITY) and not path.exists())
 
 
 def task_name(reference: str) -> str:

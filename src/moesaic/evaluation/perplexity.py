@@ -20,10 +20,11 @@ from torch import Tensor
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
 from moesaic.data.calibration import record_digest
-from moesaic.data.files import DataFile, find_files, read_records
+from moesaic.data.files import DataFile, find_files, read_records, rows_file
 from moesaic.data.recipe import SourceRecipe
 from moesaic.data.vocabulary import refuse_unknown_ids
 from moesaic.evaluation.local import DataMissingError
+from moesaic.evaluation.own import HeldOutText
 from moesaic.families.counting import trained_context
 from moesaic.modeling.cross_entropy import IGNORED, ratio_with_error, token_losses
 
@@ -58,6 +59,19 @@ def held_out_files(folder: Path) -> tuple[DataFile, ...]:
         raise DataMissingError(str(error)) from error
     marked = tuple(file for file in files if any(mark in file.path.name.lower() for mark in _HELD_OUT))
     return marked or files
+
+
+def files_of(text: HeldOutText, data_dir: str | None) -> tuple[DataFile, ...]:
+    """The files of a task's held-out text: its own, or those of the folder with the data.
+
+    Raises:
+        DataMissingError: there are none.
+    """
+    if text.path is not None:
+        return (rows_file(text.path),)
+    if data_dir is None:
+        raise DataMissingError("held-out text is local; give --data-dir")
+    return held_out_files(Path(data_dir))
 
 
 def read_documents(

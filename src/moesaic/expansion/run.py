@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moesaic.checkpoint.push import pushed
 from moesaic.checkpoint.write import check_output, write
 from moesaic.common.progress import amount, notice
 from moesaic.common.verbs import verb
@@ -71,6 +72,7 @@ class ExpandResult:
 
 
 @verb(ExpandRecipe, positional=("checkpoint",), out="folder")
+@pushed
 def expand(
     recipe: ExpandRecipe,
     out: str | Path,

@@ -24,7 +24,7 @@ from moesaic.checkpoint.record import source_record
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress
-from moesaic.data.packing import keeps_documents_apart
+from moesaic.data.packing import keeps_documents_apart, one_per_row
 from moesaic.expansion.build import Parts, expert_parts
 from moesaic.expansion.calibration import calibration_batches
 from moesaic.expansion.recipe import GRADIENT_UTILITIES, UtilityLayers
@@ -263,33 +263,18 @@ def measure(
     packed = keeps_documents_apart(model)
     with watched(model, refuse=name), _watched(model, layers) as experts:
         for batch in batches:
-            total = 0.0
-            for ids_BS, positions_BS, labels_BS, mask_BS in _parts(batch.to(device), packed=packed):
-                experts.mask_T = mask_BS.flatten()
-                output = model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False)
-                labels_BS = nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
-                losses_T, _ = token_losses(output.logits.flatten(0, 1), labels_BS.flatten())
-                loss = losses_T.sum() / batch.num_targets
-                loss.backward()
-                total += loss.item()
+            batch = (batch if packed else one_per_row(batch)).to(device)
+            experts.mask_T = (batch.document_ids_BS >= 0).flatten()
+            output = model(input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False)
+            labels_BS = nn.functional.pad(batch.labels_BS[:, 1:], (0, 1), value=IGNORED)
+            losses_T, _ = token_losses(output.logits.flatten(0, 1), labels_BS.flatten())
+            loss = losses_T.sum() / batch.num_targets
+            loss.backward()
+            total = loss.item()
             if not math.isfinite(total):
                 raise MoesaicError(f"{name}: its loss on the calibration text is {total}; check weights and text")
             tick(1)
         return experts.result(len(batches))
-
-
-def _parts(batch: "PackedBatch", *, packed: bool) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Token ids, positions, labels and the mask of real tokens: the batch, or each piece of a document for itself."""
-    mask_BS = batch.document_ids_BS >= 0
-    if packed:
-        yield batch.input_ids_BS, batch.position_ids_BS, batch.labels_BS, mask_BS
-        return
-    columns = (batch.input_ids_BS, batch.position_ids_BS, batch.labels_BS, mask_BS)
-    for row, documents_S in enumerate(batch.document_ids_BS):
-        for document in documents_S[documents_S >= 0].unique_consecutive():
-            chosen_S = documents_S == document
-            ids_BS, positions_BS, labels_BS, part_mask_BS = (values[row, chosen_S][None] for values in columns)
-            yield ids_BS, positions_BS, labels_BS, part_mask_BS
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from moesaic.checkpoint.headers import VOCABULARY_FILES
 from moesaic.checkpoint.lazy import stored
 from moesaic.checkpoint.output import check_target, output_folder, require_disk, scratch_folder
-from moesaic.checkpoint.record import model_card, read_provenance, side_files, write_card, write_provenance
+from moesaic.checkpoint.record import fenced, model_card, read_provenance, side_files, write_card, write_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.checkpoint.write import write
 from moesaic.common.errors import MoesaicError
@@ -214,13 +214,14 @@ def _convert(plan: GgufPlan, native: Path, out: Path, overwrite: bool) -> int:
 
 def _card(plan: GgufPlan, out: Path) -> str:
     source = plan.native.checkpoint.name
-    return model_card(
+    text = model_card(
         title=out.name,
         bases=[source],
         tags=["export", "gguf"],
         command=["moesaic", "export", source, str(out), "--to", "gguf"],
         facts={"Architecture": plan.native.family, "Because": plan.native.why, "Numbers": plan.outtype},
     )
+    return f"{text}\n{fenced(f'llama-cli --model {plan.file}', language='bash')}\n"
 
 
 def _check_possible(plan: GgufPlan) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from moesaic.checkpoint.lazy import Lazy
 from moesaic.checkpoint.output import scratch_folder
+from moesaic.checkpoint.push import pushed
 from moesaic.checkpoint.record import model_card, original_experts, read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.checkpoint.write import NewCheckpoint, check_output, write
@@ -40,6 +41,7 @@ from moesaic.routing.config import RuleConfig
 
 
 @verb(ExportRecipe, positional=("checkpoint",), out="folder", convert={"checkpoint": str})
+@pushed
 def export(
     recipe: ExportRecipe,
     out: str | Path,

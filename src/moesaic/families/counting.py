@@ -30,7 +30,7 @@ _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|tok_embeddings|word_e
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 _OTHER_MODALITY = re.compile(r"(^|\.)(vision|visual|audio|multi_modal|mm_|image|embed_vision|embed_audio)")
 _RECOMPUTED = re.compile(r"rotary_emb\.|\.masked_bias$")
-_EXTRA_PREDICTION = re.compile(r"(^|\.)mtp\.")
+_EXTRA_PREDICTION = re.compile(r"(^|\.)mtp(_layers)?\.")
 _LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.(?P<layer>\d+)\.")
 
 
@@ -200,6 +200,19 @@ def beyond_depth(config: Mapping[str, Any], layer: int | None) -> bool:
     return layer is not None and isinstance(depth, int) and layer >= depth
 
 
+def predicts(config: Mapping[str, Any], name: str) -> bool:
+    """Whether a stored tensor is for multi-token prediction: of a layer behind the last, or named so (`mtp.`)."""
+    return beyond_depth(config, layer_of(name)) or bool(_EXTRA_PREDICTION.search(name))
+
+
+def place_of(config: Mapping[str, Any], name: str) -> int | None:
+    """The layer of a stored tensor, those named `mtp.layers.N` counted behind the model's last one."""
+    layer, depth = layer_of(name), config.get("num_hidden_layers")
+    if layer is None or not isinstance(depth, int) or layer >= depth or not _EXTRA_PREDICTION.search(name):
+        return layer
+    return depth + layer
+
+
 def is_embedding(name: str) -> bool:
     """Return whether a stored tensor is the token embedding."""
     return bool(_EMBEDDING.search(name)) and layer_of(name) is None
@@ -215,7 +228,7 @@ def _kind(name: str, config: Mapping[str, Any]) -> str | None:
     rules = (
         (bool(_RECOMPUTED.search(name)), None),
         (bool(_OTHER_MODALITY.search(name)), "other"),
-        (beyond_depth(config, layer_of(name)) or bool(_EXTRA_PREDICTION.search(name)), "not_run"),
+        (predicts(config, name), "not_run"),
         (is_embedding(name), "embedding"),
         (is_head(name), "head"),
         (bool(_SHARED.search(name)), "shared"),

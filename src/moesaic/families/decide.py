@@ -5,12 +5,14 @@ Letters: T tokens, D hidden, E experts, K active, G groups. Needs torch.
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from moesaic.families.family import Decision
 
 TOKENS = 64
 
@@ -39,22 +41,6 @@ _NEARLY = 0.02
 
 _TOLERANCE = 1e-5
 """Relative: routers compute in fp32 whatever the model's dtype. Different rules differ by tenths."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """One rule: scores of the logits, plus a bias for the choice alone, in groups or not; then weights."""
-
-    scoring: Literal["softmax", "sigmoid"]
-    weighting: Literal["selected", "all", "one after the other"]
-    """The weights sum to a constant, or are the scores times one, or each is the share of an expert among those that
-    are nearly as good and not chosen before (Phi-3.5-MoE)."""
-    bias_on: Literal["none", "scores", "logits", "weights"]
-    """What the number per expert is added to for the choice alone; or (`weights`) what it multiplies."""
-    group_rank: str
-    """Key of `_GROUP_RANKS`, or none."""
-    returns: Literal["logits", "softmax", "sigmoid"]
-    """What the router returns first: its logits, or scores already."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -138,15 +124,8 @@ def decision_of(asked: Asked, *, hidden: int, groups: int, chosen: int) -> Decis
     for rule in _rules(values_TE, asked.biases, groups):
         ids, weights = _reference(rule, values_TE, asked.biases, ids_TK.shape[1], groups, chosen)
         if torch.equal(ids, ids_TK) and _is_multiple(weights, weights_TK):
-            return rule
+            return replace(rule, scaled=not _is_one(weights_TK.sum() / weights.sum()))
     return None
-
-
-def factor_of(asked: Asked, hidden: int) -> float:
-    """The sum of the weights of all tokens, for the comparison of two scaling factors."""
-    stream = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        return float(asked(torch.randn(TOKENS, hidden, generator=stream, dtype=torch.float64))[1].sum())
 
 
 def _rules(values_TE: Tensor, biases: dict[str, Tensor], groups: int) -> Iterator[Decision]:
@@ -158,7 +137,7 @@ def _rules(values_TE: Tensor, biases: dict[str, Tensor], groups: int) -> Iterato
     scorings = _SCORES if returns == "logits" else [returns]
     for scoring, weighting, bias_on, rank in product(scorings, _WEIGHTINGS, places, ranks):
         values: dict[str, Any] = {"scoring": scoring, "weighting": weighting, "bias_on": bias_on, "group_rank": rank}
-        yield Decision(**values, returns=returns)
+        yield Decision(**values, returns=returns, bias=next(iter(biases), ""))
 
 
 def _reference(
@@ -193,6 +172,10 @@ def _one_after_the_other(logits_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]
         left_TE = left_TE.scatter(1, id_T1, float("-inf"))
     ids_TK, order_TK = torch.cat([one for one, _ in chosen], dim=1).sort(dim=-1)
     return ids_TK, torch.cat([weight for _, weight in chosen], dim=1).gather(1, order_TK)
+
+
+def _is_one(factor: Tensor) -> bool:
+    return abs(float(factor) - 1) < 1e-4
 
 
 def _is_multiple(expected_TK: Tensor, found_TK: Tensor) -> bool:

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from moesaic.common.errors import MoesaicError
-from moesaic.families.decide import Asked, Decision, ask, decision_of
-from moesaic.families.family import Layouts, MoEFamily, Places, Spelling
+from moesaic.families.decide import Asked, ask, decision_of
+from moesaic.families.family import Decision, Layouts, MoEFamily, Places, Spelling
 from moesaic.families.places import LAYER, read_places
 from moesaic.families.shrink import EXPERT_KEYS, EXPERTS, GROUP_KEYS, HIDDEN, TOP_K, TOP_K_KEYS, tiny_config
 
@@ -26,6 +26,9 @@ _MORE = 4
 """Experts that are added to see what grows."""
 
 _ROUTER_NAMES = ("gate", "router")
+
+_SCALING_KEYS = ("routed_scaling_factor", "route_scale", "router_scaling_factor", "moe_routed_scaling_factor")
+_FACTOR = 1.75
 
 _VECTOR_ROLES = {
     "none": "router_bias",
@@ -65,7 +68,7 @@ def derive(model_type: str, flags: tuple[tuple[str, Any], ...] = ()) -> MoEFamil
         MoesaicError: why the family cannot be used, in one line.
     """
     about = f"model_type {model_type!r}"
-    found = _find(_tiny(model_type, dict(flags), about), about)
+    found = _find(_tiny(model_type, {**dict(flags), **_scalings(model_type)}, about), about)
     config = found.model.config.to_dict()
     experts_key = _key(config, found.model.config, EXPERT_KEYS, EXPERTS)
     grown = _tiny(model_type, {**dict(flags), experts_key: EXPERTS + _MORE}, about, device="meta")
@@ -77,6 +80,7 @@ def derive(model_type: str, flags: tuple[tuple[str, Any], ...] = ()) -> MoEFamil
     groups = tuple(next((key for key in keys if key in config), "") for keys in GROUP_KEYS)
     grouped = decision is not None and decision.group_rank != "none"
     experts, plain = found.experts, _is_plain(found, decision)
+    known = decision is not None and decision.weighting != "one after the other"
     return MoEFamily(
         model_type=model_type,
         about=type(found.model).__name__.removesuffix("ForCausalLM"),
@@ -97,7 +101,8 @@ def derive(model_type: str, flags: tuple[tuple[str, Any], ...] = ()) -> MoEFamil
         places=places,
         uniform=same,
         returns=decision.returns if decision is not None else "logits",
-        routers=(type(found.router).__name__,) if plain else (),
+        routers=(type(found.router).__name__,) if known else (),
+        decision=None if plain else decision,
         router_weights_in_fp32=plain and _weights_in_fp32(asked),
         no_twin="its class was only looked at: which dense model it is made of is not known",
     )
@@ -253,8 +258,14 @@ def _is_plain(found: _Found, decision: Decision | None) -> bool:
 
 
 def _scaling_key(config: Mapping[str, Any]) -> str | None:
-    keys = ("routed_scaling_factor", "route_scale", "router_scaling_factor", "moe_routed_scaling_factor")
-    return next((key for key in keys if key in config), None)
+    return next((key for key in _SCALING_KEYS if key in config), None)
+
+
+def _scalings(model_type: str) -> dict[str, float]:
+    """A value of the factor on the weights that cannot be taken for none."""
+    from transformers import AutoConfig
+
+    return {key: _FACTOR for key in _SCALING_KEYS if key in AutoConfig.for_model(model_type).to_dict()}
 
 
 def _notes(decision: Decision | None) -> str:

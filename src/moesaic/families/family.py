@@ -130,6 +130,26 @@ class Places:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Decision:
+    """One rule: scores of the logits, plus a bias for the choice alone, in groups or not; then weights."""
+
+    scoring: Literal["softmax", "sigmoid"]
+    weighting: Literal["selected", "all", "one after the other"]
+    """The weights sum to a constant, or are the scores times one, or each is the share of an expert among those that
+    are nearly as good and not chosen before (Phi-3.5-MoE)."""
+    bias_on: Literal["none", "scores", "logits", "weights"]
+    """What the number per expert is added to for the choice alone; or (`weights`) what it multiplies."""
+    bias: str
+    """Name of that number's tensor, of the router or of the block around it."""
+    group_rank: str
+    """`best`, `two best`: what a group counts in group-limited selection (DeepSeek-V2, DeepSeek-V3); or none."""
+    returns: Literal["logits", "softmax", "sigmoid"]
+    """What the router returns first: its logits, or scores already."""
+    scaled: bool = False
+    """Whether the router multiplies its weights by the config's factor (some blocks do it after the experts)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DenseTwin:
     """The dense model whose class, with our MoE block in place of the FFN, computes what the family computes.
 
@@ -230,6 +250,8 @@ class MoEFamily:
     """What the router of transformers gives first: logits, or the scores already."""
     routers: tuple[str, ...] = ()
     """Classes of transformers whose routers our training rules can replace; none where a guess would be wrong."""
+    decision: Decision | None = None
+    """How these routers decide; None: a softmax of plain logits, and no more."""
     router_weights_in_fp32: bool = False
     """Whether these routers leave the weights in fp32, instead of the hidden states' dtype."""
     window_every: int | None = None

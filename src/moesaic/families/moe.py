@@ -13,7 +13,7 @@ from typing import Any
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.families.config_values import MOE_KINDS, check_values, require
-from moesaic.families.counting import beyond_depth, layer_of
+from moesaic.families.counting import beyond_depth, place_of, predicts
 from moesaic.families.family import MoEFamily, Places
 from moesaic.families.moe_table import KNOWN, family_of, way_out
 from moesaic.families.shrink import EXPERT_KEYS, TOP_K_KEYS
@@ -75,8 +75,9 @@ USUAL = Places(
 _Named = tuple[str, str]
 """A tensor's name, and what of it comes after `layers.N.`."""
 
-PREDICTION_KEY = "num_nextn_predict_layers"
-"""Layers that predict further tokens (DeepSeek-V3, GLM-4.5): stored behind the model's last one, and not run."""
+PREDICTION_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""How many layers predict further tokens: stored behind the model's last one (DeepSeek-V3, GLM-4.5) or as
+`mtp.layers.N` (Qwen3-Next), and not run."""
 
 ROUTER_ROLES = frozenset({"router", "router_bias", "selection_bias", "router_scale"})
 
@@ -149,8 +150,8 @@ def read_experts(checkpoint: Checkpoint, family: MoEFamily) -> MoEModel:
     count = expert_count(config, family, checkpoint.name)
     by_layer: dict[int, list[_Named]] = {}
     for tensor in checkpoint.tensors:
-        if match := _LAYER.match(tensor):
-            by_layer.setdefault(int(match["layer"]), []).append((tensor, match["rest"]))
+        if (match := _LAYER.match(tensor)) and (place := place_of(config, tensor)) is not None:
+            by_layer.setdefault(place, []).append((tensor, match["rest"]))
     _refuse_missing(checkpoint, by_layer, family)
     layers = tuple(
         layer
@@ -180,9 +181,10 @@ def prediction_notices(checkpoint: Checkpoint, what: str) -> tuple[str, ...]:
     """One sentence where a checkpoint stores layers for multi-token prediction: `what` becomes of them in a verb.
 
     They are grown and laid out with the others where their experts can follow, and left out where they cannot, with
-    `PREDICTION_KEY` at 0 in the config.
+    `PREDICTION_KEYS` at 0 in the config.
     """
-    layers = {layer for layer in map(layer_of, checkpoint.tensors) if beyond_depth(checkpoint.config, layer)}
+    config = checkpoint.config
+    layers = {place_of(config, name) for name in checkpoint.tensors if predicts(config, name)} - {None}
     if not layers:
         return ()
     numbers, one = ", ".join(map(str, sorted(filter(None, layers)))), len(layers) == 1

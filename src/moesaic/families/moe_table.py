@@ -209,7 +209,6 @@ _ROWS = (
     MoEFamily(
         model_type="gpt_oss", about="GPT-OSS", notes="MXFP4 checkpoints are refused: use a bf16 release",
         limits={
-            "train": "no: transformers does not keep its packed documents apart by their position ids",
             "write per-expert": f"no: {GPT_OSS_LAYOUTS.reason}",
             "GGUF": "with logits off by 5e-4: llama.cpp rounds the range of YaRN (truncate: false)",
             "vLLM": "no: not in the CPU build (0.32), which has no kernel for experts with biases",
@@ -331,6 +330,17 @@ def family_of(config: Config) -> MoEFamily | None:
     if our_base(config.get("model_type")) is None:
         return MOE_FAMILIES.get(str(config.get("model_type"))) or _derived(config)
     return _OURS_WITH_SIGMOID if config.get(OURS.weighting) == "sigmoid" else OURS
+
+
+def routed(config: Config) -> MoEFamily | None:
+    """The row that names the routers which training rules can replace: the written one, or else that of the class.
+
+    None for our architecture too, whose routers know their rules.
+    """
+    row = family_of(config)
+    if row is not None and not row.derived and not row.routers:
+        row = _derived(config) if our_base(config.get("model_type")) is None else None
+    return row if row is not None and row.routers else None
 
 
 def _derived(config: Config) -> MoEFamily | None:

@@ -88,7 +88,7 @@ def find(family: str) -> Support:
             f"{family}: not a family known here; {suggest(family, [row.model_type for row in rows])}"
         ) from error
     words = f"{DERIVED}: read off transformers' class, and nobody has tried it"
-    cells = dict.fromkeys(VERBS, words) | {"rules": words if row.routers else "no: its router is no plain softmax"}
+    cells = dict.fromkeys(VERBS, words) | {"rules": words if row.routers else "no: its router decides as no other"}
     return Support(model_type=name, about=row.about, notes=row.notes, cells={**cells, **_UNSEEN})
 
 

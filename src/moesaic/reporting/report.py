@@ -87,7 +87,7 @@ def report(recipe: ReportRecipe, out: str | Path, *, overwrite: bool = False) ->
         "results": _results([source for source in sources if source.kind == "results"]),
     }
     names = [part["name"] for kind in ("models", "runs", "results") for part in payload[kind]]
-    payload["title"] = recipe.title or " · ".join(dict.fromkeys(names))
+    payload["title"] = recipe.title or title_of(names)
     for_each = (DATA_LIMIT - size(payload)) // max(1, len(inspections))
     for model, inspection in zip(payload["models"], inspections.values(), strict=True):
         model["reader"] = reader_payload(inspection.reader, for_each)
@@ -102,6 +102,18 @@ def report(recipe: ReportRecipe, out: str | Path, *, overwrite: bool = False) ->
         tokens=sum(inspection.data.tokens for inspection in inspections.values()),
         reader_layers=tuple((len(one["reader"]["layers"]), len(one["model"]["layers"])) for one in payload["models"]),
     )
+
+
+def title_of(names: Sequence[str]) -> str:
+    """A title that a tab and a phone have room for.
+
+    >>> title_of(["emo", "standard", "emo", "emo-half", "emo-quarter"])
+    'Report on emo, standard and 2 more'
+    """
+    first, *rest = dict.fromkeys(names)
+    if len(rest) > 2:
+        return f"Report on {first}, {rest[0]} and {len(rest) - 1} more"
+    return "Report on " + " and ".join([", ".join([first, *rest[:-1]]), *rest[-1:]])
 
 
 def _inspections(sources: Sequence[Source]) -> dict[str, Inspection]:

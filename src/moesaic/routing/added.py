@@ -3,7 +3,7 @@
 Our own loop adds these losses to the loss that it runs backward from. Another one computes its loss as it likes (not at
 all from what the model returns, for one of TRL's), divides and scales it, and may checkpoint activations re-entrantly,
 so that the forward pass which the losses are read from has no graph. So the gradient of the losses by the logits is
-taken at once, on copies, and is added to that of the logits when backward passes there.
+taken at once, on copies, and is added to that of the logits when backward passes the weights of the experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +22,9 @@ class AddedGradients:
     def __init__(self) -> None:
         self._by_layer: Sequence[Tensor] = ()
 
-    def tap(self, layer: int, logits_TE: Tensor) -> Tensor:
-        """The same logits, whose gradient gets this layer's addition."""
-        return _Tap.apply(logits_TE, self, layer)
+    def tap(self, layer: int, weights: Tensor, logits_TE: Tensor) -> Tensor:
+        """The same weights; backward through them gives the logits, wherever these came from, this layer's addition."""
+        return _Tap.apply(weights, logits_TE, self, layer)
 
     def take(
         self,
@@ -47,12 +47,12 @@ class AddedGradients:
 class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, logits_TE: Tensor, added: AddedGradients, layer: int
+        ctx: Any, weights: Tensor, logits_TE: Tensor, added: AddedGradients, layer: int
     ) -> Tensor:
-        ctx.added, ctx.layer = added, layer
-        return logits_TE.view_as(logits_TE)
+        ctx.added, ctx.layer, ctx.like = added, layer, logits_TE.dtype
+        return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # pyright: ignore
         more_TE = ctx.added.of(ctx.layer)
-        return grad_TE if more_TE is None else grad_TE + more_TE, None, None
+        return grad, None if more_TE is None else more_TE.to(ctx.like), None, None

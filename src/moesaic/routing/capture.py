@@ -136,9 +136,13 @@ def _linear(experts: Any, input_RX: Tensor, weight: Tensor) -> Tensor:
 def decision_of(output: Sequence[Tensor], returns: str) -> tuple[Tensor, Tensor, Tensor]:
     """Logits TE, weights TK and ids TK of what a router gave; of scores, logits that give the same scores."""
     first_TE, weights_TK, ids_TK = output[:3]
-    inverse = {"logits": lambda values: values, "softmax": torch.log, "sigmoid": torch.logit}[returns]
+    inverse = {"logits": lambda values: values, "softmax": _logarithm, "sigmoid": torch.logit}[returns]
     logits_TE = inverse(first_TE).reshape(-1, first_TE.shape[-1])
     return logits_TE, weights_TK.reshape(len(logits_TE), -1), ids_TK.reshape(len(logits_TE), -1)
+
+
+def _logarithm(values: Tensor) -> Tensor:
+    return values.clamp_min(torch.finfo(values.dtype).tiny).log()  # of 0 there is no gradient
 
 
 def probabilities(logits_TE: Float[Tensor, "tokens experts"], scoring: Scoring) -> Float[Tensor, "tokens experts"]:

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 else:
     RuleName = Literal[tuple(RULES)]
 
-RULES_WORK_ON = (
-    "our own architecture, OLMoE, FlexOlmo, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Mixtral, Granite-MoE or another with "
-    "plain softmax routers (`moesaic families`, column rules)"
-)
+RULES_WORK_ON = "our own architecture, or of a family that is `tested` in the column rules of `moesaic families`"
 
 BalanceScope = Literal["local", "global", "batch", "step"]
 PoolDraw = Literal["document_and_layer", "document"]
@@ -74,6 +71,15 @@ class RuleConfig:
             raise MoesaicError(
                 "routing.rule: document_pool trains a model that routes by plain top-k at inference, but this one has "
                 "routing_rule one_per_group; set routing_rule to topk in its config.json first"
+            )
+
+    @staticmethod
+    def refuse_decision(decision: object) -> None:
+        """Refuse (MoesaicError) one_per_group for a router that is more than a softmax of plain logits."""
+        if decision is not None:
+            raise MoesaicError(
+                "routing.rule: one_per_group needs routers with a softmax of plain logits, or our architecture; this "
+                "family's have sigmoids, biases, groups or factors: use topk or document_pool"
             )
 
 

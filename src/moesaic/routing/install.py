@@ -5,9 +5,11 @@ The rows of `families.moe_table` say which classes are routers, and how each tur
 it, a deep copy of the model has routers of its own, and `uninstall` leaves no trace.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,12 +18,14 @@ from torch import Tensor, nn
 
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
-from moesaic.families.family import MoEFamily
-from moesaic.families.moe_table import MOE_FAMILIES, family_of
+from moesaic.families.family import Decision, MoEFamily
+from moesaic.families.moe_table import MOE_FAMILIES, routed
 from moesaic.routing.added import AddedGradients
+from moesaic.routing.capture import decision_of
 from moesaic.routing.config import RULES_WORK_ON, RuleConfig
 from moesaic.routing.pools import RoutingContext
-from moesaic.routing.rules import RouterSettings, RoutingDecision, build_rule, decide
+from moesaic.routing.restrict import num_experts
+from moesaic.routing.rules import OwnChoice, RouterSettings, RoutingDecision, build_rule, decide
 
 _ATTRIBUTE = "_moesaic_router"
 
@@ -85,32 +89,63 @@ class InstalledRouter:
         self.rule = build_rule(installation.config, settings)
 
     @torch.compiler.disable  # recording is a side effect per layer: traced, every layer would be compiled again
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, hidden_states: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         """Return logits_TE, weights_TK and expert_ids_TK, as the routers of transformers do."""
+        if self.settings.own is not None:
+            return self._around(self.settings.own.decision, hidden_states, *given)
         hidden_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         # bf16 logits tie and reorder experts that fp32 tells apart, so autocast must not reach this product.
         with torch.autocast(hidden_TD.device.type, enabled=False):
             dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
             weight_ED: Tensor = self.router.weight  # pyright: ignore[reportAssignmentType]
-            logits_TE = F.linear(hidden_TD.to(dtype), weight_ED.to(dtype))
-            record = self.installation.record
-            if record is not None and record.added is not None:
-                logits_TE = record.added.tap(self.layer, logits_TE)
-            decision = self._decide(logits_TE)
-        weights_TK = decision.weights_TK
+            decision = self._decide(F.linear(hidden_TD.to(dtype), weight_ED.to(dtype)), own_bias(self.router))
+        weights_TK = self._tapped(decision.weights_TK, decision)
         if self.settings.cast_weights:
             weights_TK = weights_TK.to(hidden_states.dtype)
         return decision.logits_TE, weights_TK, decision.expert_ids_TK
 
-    def _decide(self, logits_TE: Tensor) -> RoutingDecision:
-        """Decide with the documents of the open `routing_context`, and record it there, if one is open."""
+    def _around(self, rule: Decision, hidden_states: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        """The family's own forward, in the dtype of its weights, and from its logits what the rule decides."""
+        dtype = next((one.dtype for one in self.router.parameters()), hidden_states.dtype)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            output = type(self.router).forward(self.router, hidden_states.to(dtype), *given)
+            logits_TE, weights_TK, ids_TK = decision_of(output, rule.returns)
+            logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+            number_E = _number(self.router, rule, hidden_states, *given)
+            bias_E = None if rule.bias_on == "weights" else number_E
+            decision = self._decide(logits_TE, bias_E, itself=(weights_TK, ids_TK))
+            first, weights, ids, *more = output
+            if decision.expert_ids_TK is ids_TK:
+                return first, self._tapped(weights, decision), ids, *more
+            weights_TK = decision.weights_TK
+            if rule.bias_on == "weights":
+                assert number_E is not None
+                weights_TK = weights_TK * number_E[decision.expert_ids_TK]
+        weights = self._tapped(weights_TK, decision).to(weights.dtype).reshape(weights.shape)
+        return first, weights, decision.expert_ids_TK.reshape(ids.shape), *more
+
+    def _tapped(self, weights: Tensor, decision: RoutingDecision) -> Tensor:
+        """The same weights; what `AddedGradients` has for this layer's logits joins where backward passes them."""
+        record = self.installation.record
+        if record is None or record.added is None:
+            return weights
+        return record.added.tap(self.layer, weights, decision.logits_TE)
+
+    def _decide(
+        self, logits_TE: Tensor, bias_E: Tensor | None, itself: tuple[Tensor, Tensor] | None = None
+    ) -> RoutingDecision:
+        """Decide with the documents of the open `routing_context`, and record it there, if one is open.
+
+        `bias_E` is the router's own, and `itself` what it chose with it.
+        """
         training, record, bias_LE = self.router.training, self.installation.record, self.installation.selection_bias
-        bias_E = own_bias(self.router) if bias_LE is None else bias_LE[self.layer]
+        if bias_LE is not None:
+            bias_E, itself = bias_LE[self.layer], None
         bias_E = None if bias_E is None else bias_E.to(logits_TE)
         if record is None:
             if training and self.rule.needs_documents:
                 raise RuntimeError("the document pool needs `with routing_context(...)` around forward and backward")
-            return decide(self.rule, logits_TE, bias_E=bias_E)
+            return decide(self.rule, logits_TE, bias_E=bias_E, itself=itself)
         earlier = record.recorded(self.layer)
         in_graph = earlier is None or earlier.logits_TE.requires_grad or record.added is not None
         if logits_TE.requires_grad and not in_graph:
@@ -125,6 +160,7 @@ class InstalledRouter:
             context=record.context if pools else None,
             layer=self.layer,
             allowed_TE=None if earlier is None else earlier.allowed_TE,
+            itself=itself,
         )
         if earlier is None:
             record.add(self.layer, decision)
@@ -136,15 +172,14 @@ def install(model: nn.Module, config: RuleConfig, *, selection_bias: Tensor | bo
 
     `topk` and `one_per_group` hold in training and evaluation. `document_pool` holds while the model is in training
     mode, inside `routing_context`; in evaluation mode routing is plain top-k. Logits are fp32 with autocast off, also
-    in families whose own routers compute them in bf16. `selection_bias` switches loss-free balancing on: True starts at
-    zero, a tensor (layers, experts) continues. Raises `MoesaicError` for a model without routers that rules work on and
-    for settings that do not fit it.
+    in families whose own routers compute them in bf16; routers that are more than a softmax of plain logits run as they
+    are. `selection_bias` switches loss-free balancing on: True starts at the family's own biases, or at zero; a tensor
+    (layers, experts) continues. Raises `MoesaicError` for a model without routers that rules work on and for settings
+    that do not fit it.
     """
     routers = find_routers(model)
     if isinstance(selection_bias, bool):
-        shape = (len(routers), routers[0][1].num_experts)
-        device = next(model.parameters()).device
-        selection_bias = torch.zeros(shape, dtype=torch.float32, device=device) if selection_bias else None
+        selection_bias = _first_bias(model, routers) if selection_bias else None
     elif selection_bias is not None and selection_bias.shape != (len(routers), routers[0][1].num_experts):
         raise _misfit(selection_bias, len(routers), routers[0][1].num_experts)
     installation = Installation(config, selection_bias=selection_bias)
@@ -159,6 +194,15 @@ def install(model: nn.Module, config: RuleConfig, *, selection_bias: Tensor | bo
         state.router.forward = state.forward  # pyright: ignore[reportAttributeAccessIssue]
         installation.routers.append(state.router)
     return installation
+
+
+def _first_bias(model: nn.Module, routers: list[tuple[nn.Module, RouterSettings]]) -> Tensor:
+    """What loss-free balancing starts from: the family's own biases, or zeros."""
+    own = [tensor.detach() for _, tensor in bias_tensors(model).values()]
+    if own:
+        return torch.stack([getattr(one, "full_tensor", one.clone)().reshape(-1).float() for one in own])
+    device = next(model.parameters()).device
+    return torch.zeros(len(routers), routers[0][1].num_experts, dtype=torch.float32, device=device)
 
 
 def reinstall(model: nn.Module, record: Mapping[str, Any]) -> Installation:
@@ -215,16 +259,18 @@ _FAMILY_OF = {name: row for row in MOE_FAMILIES.values() for name in row.routers
 """Class of a router -> the family whose routers it is of."""
 
 _ROW = "_moesaic_row"
-"""The attribute of a router that holds the row of a family which is read off its class."""
+"""The attribute of a router that holds the row of a family which is read off its class, and what its config says."""
 
 _OUR_ROUTER = "MoesaicRouter"
 
 OWN_BIAS = "e_score_correction_bias"
-"""Name of the bias in our routers; other routers that rules work on have none."""
+"""Name of the bias in our routers."""
 
 
 def _settings(router: Any, name: str) -> RouterSettings:
     """What a router of this class does by itself."""
+    if _ROW in router.__dict__:
+        return _read_off(router, *router.__dict__[_ROW])
     own = RouterSettings(num_experts=router.num_experts, top_k=router.top_k, weighting="selected", cast_weights=True)
     if name == _OUR_ROUTER:
         members: list[list[int]] = router.members or []
@@ -237,10 +283,57 @@ def _settings(router: Any, name: str) -> RouterSettings:
             group_score=router.group_score,
             routed_scaling_factor=router.routed_scaling_factor,
         )
-    row: MoEFamily = router.__dict__.get(_ROW) or _FAMILY_OF[name]
+    return replace(own, **_as_written(router, _FAMILY_OF[name]))
+
+
+def _as_written(router: Any, row: MoEFamily) -> dict[str, Any]:
     # The key of the config that decides about the weights is an attribute of the router.
     normalises = row.normalises({row.weighting: getattr(router, row.weighting, None)})
-    return replace(own, weighting="selected" if normalises else "all", cast_weights=not row.router_weights_in_fp32)
+    return {"weighting": "selected" if normalises else "all", "cast_weights": not row.router_weights_in_fp32}
+
+
+def _read_off(router: Any, row: MoEFamily, config: Mapping[str, Any]) -> RouterSettings:
+    """The same of a family that was looked at; `config` says the numbers that a router need not have."""
+    settings = RouterSettings(
+        num_experts=getattr(router, "num_experts", None) or num_experts(router),
+        top_k=getattr(router, "top_k", None) or int(config[row.top_k_key]),
+        **_as_written(router, row),
+    )
+    if row.decision is None:
+        return settings
+    own = OwnChoice(decision=row.decision)
+    if row.group_keys is not None:
+        groups, chosen = (int(config.get(key) or 1) for key in row.group_keys)
+        own = replace(own, groups=groups, chosen=chosen)
+    factor = float(config[row.scaling_key]) if row.decision.scaled and row.scaling_key is not None else 1.0
+    return replace(settings, weighting=own.weighting, routed_scaling_factor=factor, own=own)
+
+
+def _number(router: nn.Module, rule: Decision, *given: Any) -> Tensor | None:
+    """The number per expert (`Decision.bias`) of a router, its own or among what its block gives it: (experts,)."""
+    if rule.bias_on == "none":
+        return None
+    if hasattr(router, rule.bias.partition(".")[0]):
+        return attrgetter(rule.bias)(router).reshape(-1)
+    names = list(inspect.signature(type(router).forward).parameters)[1:]
+    return given[names.index(rule.bias)].reshape(-1)
+
+
+def bias_tensors(model: nn.Module) -> dict[str, tuple[nn.Module, Tensor]]:
+    """Name -> router and tensor of the selection biases that a family stores itself, in the order of its layers.
+
+    Not of our architecture, whose biases are the installation's while there is one.
+    """
+    found: dict[str, tuple[nn.Module, Tensor]] = {}
+    named = dict((*model.named_parameters(), *model.named_buffers()))
+    for name, module in model.named_modules():
+        row: MoEFamily | None = module.__dict__.get(_ROW, (None,))[0]
+        if row is None or row.decision is None or row.decision.bias_on not in ("scores", "logits"):
+            continue
+        for place in (name, name.rpartition(".")[0]):
+            if (bias := f"{place}.{row.decision.bias}") in named:
+                found[bias] = (module, named[bias])
+    return found
 
 
 def own_bias(router: nn.Module) -> Tensor | None:
@@ -299,11 +392,11 @@ def find_routers(model: nn.Module) -> list[tuple[nn.Module, RouterSettings]]:
     selection) would change the model silently. `tests/unit/routing/test_install.py` compares each with the family's own
     forward. Looks at the classes a module derives from, because FSDP replaces a module's class with a subclass of it.
     """
-    found, row = [], _derived_row(model)
+    found, seen = [], _row_of(model)
     for module in model.modules():
         names = [base.__name__ for base in type(module).__mro__]
-        if row is not None and any(name in row.routers for name in names):
-            module.__dict__[_ROW] = row
+        if seen is not None and any(name in seen[0].routers for name in names):
+            module.__dict__[_ROW] = seen
         known = _ROW in module.__dict__
         name = next((name for name in names if known or name == _OUR_ROUTER or name in _FAMILY_OF), None)
         if name is not None:
@@ -315,8 +408,12 @@ def find_routers(model: nn.Module) -> list[tuple[nn.Module, RouterSettings]]:
     return found
 
 
-def _derived_row(model: nn.Module) -> MoEFamily | None:
-    """The row read off the class of a model, where it has one that rules work on."""
+def _row_of(model: nn.Module) -> tuple[MoEFamily, Mapping[str, Any]] | None:
+    """The row read off the class of a model, where it has one that rules work on, and what the model's config says."""
     config: Any = getattr(model, "config", None)
-    row = family_of(config.get_text_config().to_dict()) if hasattr(config, "get_text_config") else None
-    return row if row is not None and row.derived and row.routers else None
+    if not hasattr(config, "get_text_config"):
+        return None
+    text = config.get_text_config()
+    values = {**text.to_dict(), **{alias: getattr(text, alias, None) for alias in text.attribute_map}}
+    row = routed(values)
+    return (row, values) if row is not None and row.derived else None

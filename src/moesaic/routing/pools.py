@@ -13,7 +13,7 @@ from torch import Tensor
 from moesaic.common.seeds import draw_integers, fold_key
 from moesaic.modeling.modeling_moesaic import probabilities
 from moesaic.routing.config import RuleConfig
-from moesaic.routing.rules import RouterSettings, TopK, Weighting
+from moesaic.routing.rules import OwnChoice, RouterSettings, TopK, Weighting
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -124,7 +124,7 @@ class DocumentPool(TopK):
     ) -> Bool[Tensor, "tokens experts"]:
         """The experts of each token's document."""
         sizes_N = draw_pool_sizes(context, self.low, self.high, layer=layer if self.per_layer else None)
-        pools_NE = document_pools(logits_TE, context, sizes_N, bias_E, self.settings.weighting)
+        pools_NE = document_pools(logits_TE, context, sizes_N, bias_E, self.settings.weighting, self.settings.own)
         return token_pools(pools_NE, context)
 
 
@@ -146,6 +146,7 @@ def document_pools(
     sizes_N: Int64[Tensor, " documents"],
     bias_E: Float[Tensor, " experts"] | None = None,
     weighting: Weighting = "selected",
+    own: OwnChoice | None = None,
 ) -> Bool[Tensor, "documents experts"]:
     """Return the experts of each document's pool (EMO, equation of section 3.2).
 
@@ -153,13 +154,14 @@ def document_pools(
     (softmax over all routed experts; of sigmoid weights the sigmoids over their sum). A pool is the `sizes_N[n]`
     experts with the largest mean, the lower id first among equals. Padding is in no document. The whole document
     decides, so routing in training is not causal; no gradient flows through the choice. A selection bias counts here as
-    in the selection: an expert outside every pool could not be helped by it otherwise.
+    in the selection: an expert outside every pool could not be helped by it otherwise. Of a family with a choice of its
+    own, p is what its tokens choose by, sigmoids as they are, with their bias.
     """
-    probability_TE = probabilities(logits_TE, weighting)
-    sums_NE = probability_TE.new_zeros(context.num_documents + 1, logits_TE.shape[-1])
-    sums_NE.index_add_(0, context.segments_T, probability_TE)
+    value_TE = probabilities(logits_TE, weighting) if own is None else own.values(logits_TE, bias_E)
+    sums_NE = value_TE.new_zeros(context.num_documents + 1, logits_TE.shape[-1])
+    sums_NE.index_add_(0, context.segments_T, value_TE)
     mean_NE = sums_NE[:-1] / context.lengths_N[:, None]
-    if bias_E is not None:
+    if bias_E is not None and own is None:
         mean_NE = mean_NE + bias_E
     order_NE = mean_NE.argsort(dim=-1, descending=True, stable=True)
     kept_NE = torch.arange(logits_TE.shape[-1], device=logits_TE.device) < sizes_N[:, None]

@@ -122,19 +122,19 @@ def forward_cut(
     `given` is what its block gives it beside hidden states: a number per expert, which is cut too.
     """
     kept_C = torch.tensor(kept, device=hidden_states.device)
-    num_experts = _num_experts(router)
-    cut = _cut_router(router, kept_C, top_k, num_experts)
-    given = tuple(_kept_slots(tensor, kept_C, num_experts) for tensor in given)
+    total = num_experts(router)
+    cut = _cut_router(router, kept_C, top_k, total)
+    given = tuple(_kept_slots(tensor, kept_C, total) for tensor in given)
     if INSTALLED in router.__dict__:
         install_cut(router, cut, kept)
-        logits_TC, weights_TK, places_TK = cut.forward(hidden_states)
+        logits_TC, weights_TK, places_TK = cut.forward(hidden_states, *given)
     else:
         logits_TC, weights_TK, places_TK = type(router).forward(cut, hidden_states, *given)
-    logits_TE = logits_TC.new_full((logits_TC.shape[0], num_experts), float("-inf"))
+    logits_TE = logits_TC.new_full((logits_TC.shape[0], total), float("-inf"))
     return logits_TE.index_copy(1, kept_C, logits_TC), weights_TK, kept_C[places_TK]
 
 
-def _num_experts(router: Any) -> int:
+def num_experts(router: Any) -> int:
     """E: the rows of the largest matrix of a router."""
     return max((tensor for tensor in router.parameters() if tensor.ndim == 2), key=torch.Tensor.numel).shape[0]
 

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from moesaic.families.family import Decision
 from moesaic.modeling.modeling_moesaic import (
     biased_scores,
     expert_weights,
@@ -32,6 +33,60 @@ Weighting = Literal["selected", "all", "sigmoid"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class OwnChoice:
+    """How a family's routers choose and weigh, where that is more than a softmax of plain logits."""
+
+    decision: Decision
+    groups: int = 1
+    """Groups of equally many experts, in order, of group-limited selection."""
+    chosen: int = 1
+    """Groups that a token may use."""
+
+    @property
+    def weighting(self) -> Weighting:
+        """What the router's probabilities are (`probabilities`)."""
+        if self.decision.scoring == "sigmoid":
+            return "sigmoid"
+        return "selected" if self.decision.weighting == "selected" else "all"
+
+    def values(self, logits_TE: Tensor, bias_E: Tensor | None) -> Tensor:
+        """What a token chooses experts by, between 0 and 1 without bias; -inf where the logit is."""
+        score = torch.sigmoid if self.decision.scoring == "sigmoid" else lambda logits: logits.softmax(dim=-1)
+        bias_E = logits_TE.new_zeros(()) if bias_E is None else bias_E
+        on_logits = self.decision.bias_on == "logits"
+        values_TE = score(logits_TE + bias_E) if on_logits else score(logits_TE) + bias_E
+        return values_TE.masked_fill(logits_TE.isneginf(), -torch.inf)
+
+    @torch.no_grad()
+    def select(self, logits_TE: Tensor, bias_E: Tensor | None, top_k: int) -> Int64[Tensor, "tokens active"]:
+        """The experts of each token: of its best groups first, and then, where a pool leaves too few there, of others.
+
+        A group counts its best expert, or its two best, among those that the token may use.
+        """
+        values_TE = self.values(logits_TE, bias_E)
+        if self.decision.group_rank == "none":
+            return values_TE.topk(top_k, dim=-1).indices
+        values_TGM = values_TE.unflatten(-1, (self.groups, -1))
+        counted = min(2, values_TGM.shape[-1]) if self.decision.group_rank == "two best" else 1
+        # Experts that are not allowed count less than any other; a finite number keeps their groups in order.
+        least_T11 = values_TGM.masked_fill(values_TGM.isinf(), torch.inf).amin(dim=(1, 2), keepdim=True) - 1
+        ranks_TG = values_TGM.maximum(least_T11).topk(counted, dim=-1).values.sum(dim=-1)
+        best_TG = ranks_TG.topk(self.chosen, dim=-1).indices
+        inside_TG = torch.zeros_like(ranks_TG, dtype=torch.bool).scatter(1, best_TG, True)
+        inside_TE = inside_TG[..., None].expand_as(values_TGM).flatten(1) & ~values_TE.isneginf()
+        order_TE = values_TE.argsort(dim=-1, descending=True, stable=True)
+        first_TE = inside_TE.gather(1, order_TE).int().argsort(dim=-1, descending=True, stable=True)
+        return order_TE.gather(1, first_TE[:, :top_k])
+
+    def weigh(self, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        """The weights of selected experts, without factors."""
+        selected_TK = logits_TE.gather(-1, ids_TK)
+        if (self.decision.scoring, self.decision.weighting) == ("sigmoid", "all"):
+            return selected_TK.sigmoid()
+        return expert_weights(logits_TE, selected_TK, self.weighting)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RouterSettings:
     """What a router does by itself."""
 
@@ -46,6 +101,8 @@ class RouterSettings:
     group_score: GroupScore = "max"
     routed_scaling_factor: float = 1.0
     """Factor on the weights."""
+    own: OwnChoice | None = None
+    """Of a family whose routers are more than a softmax of plain logits: they run, a rule chooses by their logits."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,6 +180,14 @@ class TopK(Rule):
         """The K best."""
         return route_topk(scores_TE, self.settings.top_k, self.settings.weighting)
 
+    def select(self, logits_TE: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The K best as the family's own router chooses, where that is more than a softmax."""
+        own = self.settings.own
+        if own is None:
+            return super().select(logits_TE, bias_E)
+        expert_ids_TK = own.select(logits_TE, bias_E, self.settings.top_k)
+        return own.weigh(logits_TE, expert_ids_TK), expert_ids_TK
+
 
 class OnePerGroup(Rule):
     """The best expert of each of the K best groups (DivMoE, algorithm 1).
@@ -132,6 +197,7 @@ class OnePerGroup(Rule):
 
     def __init__(self, config: RuleConfig, settings: RouterSettings) -> None:
         super().__init__(config, settings)
+        config.refuse_decision(settings.own)
         groups = config.expert_groups or settings.groups
         groups = check_groups(groups, num_experts=settings.num_experts, top_k=settings.top_k)
         self.score = config.group_score or settings.group_score
@@ -171,14 +237,21 @@ def decide(
     context: "RoutingContext | None" = None,
     layer: int = 0,
     allowed_TE: Bool[Tensor, "tokens experts"] | None = None,
+    itself: tuple[Tensor, Tensor] | None = None,
 ) -> RoutingDecision:
     """Apply a rule to the logits of one MoE layer (`layer` counts MoE layers).
 
     Without a context no pool constrains the tokens. `allowed_TE` repeats an earlier choice of pools. `bias_E`
-    (loss-free balancing) changes which experts are chosen, never their weights.
+    (loss-free balancing) changes which experts are chosen, never their weights. `itself`: the weights and experts that
+    the router chose with this bias; they hold where no pool does.
     """
     if allowed_TE is None and context is not None:
         allowed_TE = rule.allow(logits_TE, context, layer, bias_E)
+    if allowed_TE is None and itself is not None:
+        weights_TK, expert_ids_TK = itself
+        return RoutingDecision(
+            logits_TE=logits_TE, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK, weighting=rule.settings.weighting
+        )
     masked_TE = logits_TE if allowed_TE is None else mask_logits(logits_TE, allowed_TE)
     weights_TK, expert_ids_TK = rule.select(masked_TE, bias_E)
     return RoutingDecision(

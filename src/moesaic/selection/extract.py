@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.lazy import Lazy, stored
+from moesaic.checkpoint.push import pushed
 from moesaic.checkpoint.record import model_card, original_experts, read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.checkpoint.write import NewCheckpoint, WriteResult, write_unless_dry
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice
 from moesaic.common.verbs import verb
-from moesaic.families.counting import beyond_depth, layer_of
+from moesaic.families.counting import predicts
 from moesaic.families.identity import describe, find_lineage, refuse_other_model
 from moesaic.families.moe import (
     EXPERT_COUNT_KEYS,
-    PREDICTION_KEY,
+    PREDICTION_KEYS,
     TOP_K_ALIASES,
     MoEModel,
     detect_running,
@@ -45,6 +46,7 @@ class ExtractResult(WriteResult):
 
 
 @verb(ExtractRecipe, positional=("checkpoint", "selection"), out="folder")
+@pushed
 def extract(
     recipe: ExtractRecipe,
     out: str | Path,
@@ -158,7 +160,7 @@ def sliced_tensors(source: Checkpoint, model: MoEModel, selection: Selection) ->
     made: dict[str, Lazy] = {}
     sliced: set[str] = set()
     if selection.counts[0] < model.num_experts:  # layers that nothing was selected for, and that do not run
-        sliced.update(name for name in source.tensors if beyond_depth(source.config, layer_of(name)))
+        sliced.update(name for name in source.tensors if predicts(source.config, name))
     for layer, ids in zip(model.layers, selection.kept, strict=True):
         for tensor in layer.expert_tensors:
             names = tensor.names(layer.num_experts)
@@ -184,8 +186,8 @@ def cut_config(config: Mapping[str, Any], model: MoEModel, selection: Selection,
     for key in (model.family.top_k_key, *TOP_K_ALIASES):
         if config.get(key) == model.top_k:
             new[key] = active
-    if config.get(PREDICTION_KEY) and selection.counts[0] < model.num_experts:
-        new[PREDICTION_KEY] = 0
+    if selection.counts[0] < model.num_experts:
+        new |= dict.fromkeys((key for key in PREDICTION_KEYS if config.get(key)), 0)
     groups = own_groups(config, len(selection.kept))
     if groups is not None and selection.counts[0] < model.num_experts:
         new["expert_groups"] = _of_kept(groups, selection)

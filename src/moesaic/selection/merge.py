@@ -10,6 +10,7 @@ import torch
 
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.lazy import Lazy, combine, concat, promoted, stored
+from moesaic.checkpoint.push import pushed
 from moesaic.checkpoint.record import PROVENANCE_FILE, model_card, read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.checkpoint.write import NewCheckpoint, WriteResult, write_unless_dry
@@ -17,7 +18,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice
 from moesaic.common.recipe import Count, load_document
 from moesaic.common.verbs import verb
-from moesaic.families.counting import beyond_depth, layer_of
+from moesaic.families.counting import predicts
 from moesaic.families.identity import Ids, SourceModel, describe, find_lineage
 from moesaic.families.moe import (
     ROUTER_ROLES,
@@ -50,6 +51,7 @@ class MergeBackResult(WriteResult):
 
 
 @verb(MergeBackRecipe, positional=("full", "subset"), out="folder")
+@pushed
 def merge_back(
     recipe: MergeBackRecipe,
     out: str | Path,
@@ -264,7 +266,7 @@ def merged_tensors(merge: Merge, full: MoEModel, subset: MoEModel, ids: Ids, par
                 made.update(_expert_tensors(merge, tensor, layer, cut, kept))
     for name, info in merge.full.tensors.items():
         part = "shared" if name in shared else "other"
-        stored_only = beyond_depth(merge.full.config, layer_of(name))
+        stored_only = predicts(merge.full.config, name)
         if name not in experts and part in parts and not stored_only:
             made[name] = merge.whole(info)
     return {name: made[name] if name in made else stored(info) for name, info in merge.full.tensors.items()}

@@ -9,7 +9,7 @@ from typing import Any
 from moesaic.common.errors import MoesaicError
 from moesaic.families.family import our_base
 from moesaic.families.moe import EXPERT_COUNT_KEYS
-from moesaic.families.moe_table import family_of
+from moesaic.families.moe_table import family_of, routed
 from moesaic.routing.config import RULES_WORK_ON, check_groups
 from moesaic.training.recipe import TrainRecipe
 
@@ -57,8 +57,7 @@ def _has_routers(config: Mapping[str, Any]) -> bool:
     """Whether our rules can take the place of the model's routers."""
     if our_base(config.get("model_type")) is not None:
         return bool(config.get("moe_layers"))
-    family = family_of(config)
-    return family is not None and bool(family.routers)
+    return routed(config) is not None
 
 
 def _check_rule(recipe: TrainRecipe, config: Mapping[str, Any], experts: int) -> None:
@@ -70,6 +69,8 @@ def _check_rule(recipe: TrainRecipe, config: Mapping[str, Any], experts: int) ->
         rule.refuse_groups(groups)
         rule.pool_range(top_k=top_k, num_experts=experts)
     if rule.rule == "one_per_group":
+        row = routed(config)
+        rule.refuse_decision(None if row is None else row.decision)
         for of_layer in [list(rule.expert_groups)] if rule.expert_groups is not None else groups or [None]:
             check_groups(of_layer, num_experts=experts, top_k=top_k)
 

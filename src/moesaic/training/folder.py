@@ -26,7 +26,10 @@ _LOCK = "lock"
 _EARLY = {RECIPE_FILE, "metrics.jsonl", "state"}
 """What a run leaves that was stopped before its first state."""
 
-MAY_CHANGE = ("budget", "checkpoint", "validation", "parallel", "batch.micro_sequences", "compile", "expand")
+MAY_CHANGE = (
+    "budget", "checkpoint", "validation.every_steps", "trackers", "parallel", "batch.micro_sequences", "compile",
+    "expand",
+)  # fmt: skip
 """Keys that may differ on `--resume`: they say how long, how often and on what, not what a step computes.
 
 Of `expand`, what lies ahead may change; `refuse_changed_expansions` looks at what was done.

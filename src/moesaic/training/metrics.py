@@ -1,4 +1,4 @@
-"""What a run says: metrics.jsonl with a line per step and per validation, TensorBoard, and lines for people."""
+"""What a run says: metrics.jsonl with a line per step and per validation, trackers, and lines for people."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +15,36 @@ import torch
 from moesaic.checkpoint.metrics import METRICS_FILE
 from moesaic.checkpoint.pio import explained
 from moesaic.common.numbers import finite_only, shown
-from moesaic.common.progress import BAR_SECONDS, LINE_SECONDS, bar, duration, notice, on_terminal
+from moesaic.common.progress import BAR_SECONDS, LINE_SECONDS, Meter, Tick, bar, duration, notice, on_terminal
 from moesaic.families.costs import flops_per_token
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.routing.stats import busiest_share, dead_experts, load_entropy
 from moesaic.training.planning import PEAK_FLOPS
+from moesaic.training.recipe import Tracker
 from moesaic.training.start import Trainable
 from moesaic.training.step import StepResult
+from moesaic.training.trackers import start_trackers
 
 
 class MetricsLog:
-    """Appends to OUT/metrics.jsonl and, where TensorBoard is installed, OUT/state/tensorboard.
+    """Appends to OUT/metrics.jsonl, and gives the numbers to trackers.
 
     Lines differ between two runs of one recipe in `timing` only. On a rank that isn't the main one, nothing is written.
     """
 
-    def __init__(self, out: Path, *, start_bytes: int, start_step: int, active: bool) -> None:
+    def __init__(
+        self, out: Path, *, start_bytes: int, start_step: int, trackers: Sequence[Tracker], active: bool
+    ) -> None:
         """Cut the file to `start_bytes`, what it had when the state of `start_step` was saved."""
         self._file = None
-        self._board = None
+        self._trackers: list[Any] = []
         if not active:
             return
+        self._trackers = start_trackers(trackers, out, start_step)
         self._path = out / METRICS_FILE
         with explained(self._path):
             self._file = self._path.open("ab")
             self._file.truncate(min(start_bytes, self._path.stat().st_size))  # truncate would also lengthen it
-        self._board = _open_board(out / "state" / "tensorboard", start_step)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line; `line["step"]` counts from 1."""
@@ -49,9 +53,8 @@ class MetricsLog:
         with explained(self._path):
             self._file.write(json.dumps(finite_only(line), allow_nan=False).encode() + b"\n")
             self._file.flush()
-        if self._board is not None:
-            for name, value in _scalars(line):
-                self._board.add_scalar(name, value, line["step"])
+        for tracker in self._trackers:
+            tracker.log(dict(_scalars(line)), step=line["step"])
 
     def sync(self) -> int:
         """Make the file durable; return its length in bytes."""
@@ -62,19 +65,11 @@ class MetricsLog:
             return self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
-        """Close both."""
+        """Close the file and the trackers."""
         if self._file is not None:
             self._file.close()
-        if self._board is not None:
-            self._board.close()
-
-
-def _open_board(folder: Path, start_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder), purge_step=start_step + 1)
+        for tracker in self._trackers:
+            tracker.finish()
 
 
 def _scalars(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -164,7 +159,7 @@ class Console:
             return
         self._shown = now
         left = self._seconds / (step - self._first) * (self._steps - step)  # of steps, without validation
-        text = f"step {step:,}/{self._steps:,}: {_figures(line)}, {duration(left)} left"
+        text = f"step {step:,}/{self._steps:,}: {_figures(line, duration(left))}"
         if self._bar is None:
             notice(text, quiet=self._quiet)
         else:
@@ -174,16 +169,31 @@ class Console:
         """Remove the bar."""
         self._open.close()
 
+    @contextmanager
+    def validating(self, batches: int, step: int) -> Iterator[Tick]:
+        """Show how far a validation is, where the steps are shown; gives `tick(batches just done)`."""
+
+        def show(_done: float, text: str) -> None:
+            if self._bar is None:
+                notice(f"step {step:,}: held-out {text}", quiet=self._quiet)
+            else:
+                self._bar(step, f"held-out {text}")
+
+        interval = LINE_SECONDS if self._bar is None else BAR_SECONDS
+        yield Meter(total=batches, unit="batches", show=show, interval=interval).tick
+
     def validation(self, measured: Mapping[str, DomainLoss], step: int) -> None:
         """Show a validation."""
         losses = ", ".join(f"{domain} {shown(loss.loss, '.4f')}" for domain, loss in measured.items())
         notice(f"step {step:,}: held-out {losses}", quiet=self._quiet)
 
 
-def _figures(line: Mapping[str, Any]) -> str:
+def _figures(line: Mapping[str, Any], left: str) -> str:
+    """What matters most first: a narrow terminal has no room for the end."""
     timing = line["timing"]
-    speed = f"{timing['tokens_per_second']:,.0f} tokens/s, {timing['flops_per_second'] / 1e9:,.1f} GFLOP/s"
+    flops = f"{timing['flops_per_second'] / 1e9:,.1f} GFLOP/s"
     if "mfu" in timing:
-        speed += f" ({100 * timing['mfu']:.1f}% of peak)"
+        flops += f" ({100 * timing['mfu']:.1f}% of peak)"
     loss = "no loss (nothing is predicted)" if line["loss"] is None else f"loss {line['loss']:.4f}"
-    return f"{loss}, gradient {line['grad_norm']:.3g}, lr {line['lr']:.3g}, {speed}"
+    speed = f"{timing['tokens_per_second']:,.0f} tokens/s"
+    return f"{loss}, {left} left, {speed}, gradient {line['grad_norm']:.3g}, lr {line['lr']:.3g}, {flops}"

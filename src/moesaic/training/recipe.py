@@ -17,6 +17,7 @@ from moesaic.training.schedule import Transition, check_seed, positions, refuse_
 
 Schedule = Literal["cosine", "linear"]
 Precision = Literal["fp32", "bf16"]
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 
 def _require(recipe: object, *names: str, least: float | None = None) -> None:
@@ -208,9 +209,11 @@ class ValidationRecipe:
 
     every_steps: int | None = None
     """Steps between validations."""
+    limit: int | None = None
+    """First documents of each domain that are used. Default: all."""
 
     def __post_init__(self) -> None:
-        _require(self, "every_steps")
+        _require(self, "every_steps", "limit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +246,9 @@ class TrainRecipe:
     """Run state."""
     validation: ValidationRecipe = field(default_factory=ValidationRecipe)
     """When held-out sets are run."""
+    trackers: tuple[Tracker, ...] | None = None
+    """Experiment trackers that get the numbers of metrics.jsonl: `tensorboard`, `wandb`, `mlflow`. Default: tensorboard
+    where it is installed."""
     activation_checkpointing: bool = False
     """Run each layer forward again in backward instead of keeping its activations."""
     compile: bool = False
@@ -288,8 +294,9 @@ class TrainRecipe:
         if self.budget_steps is not None:
             refuse_long_warmup(self.optimizer.warmup_steps, self.budget_steps, "the budget")
             positions(self.transitions, steps=self.budget_steps, tokens_per_step=self.batch.tokens)
-        if self.validation.every_steps is not None and not self.data.validation:
-            raise MoesaicError("validation.every_steps is set, but data.validation names no held-out set")
+        for key in ("every_steps", "limit"):
+            if getattr(self.validation, key) is not None and not self.data.validation:
+                raise MoesaicError(f"validation.{key} is set, but data.validation names no held-out set")
         unit = self.data.sequence_length * self.batch.micro_sequences * self.data_ranks
         if self.batch.tokens % unit:
             raise MoesaicError(

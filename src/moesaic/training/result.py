@@ -10,11 +10,18 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from moesaic.checkpoint.config_file import CONFIG_FILE, needs, with_source_keys, write_config
+from moesaic.checkpoint.config_file import CONFIG_FILE, with_source_keys, write_config
 from moesaic.checkpoint.output import require_disk
 from moesaic.checkpoint.pio import explained, sync_path
 from moesaic.checkpoint.reader import DTYPE_CODES
-from moesaic.checkpoint.record import copy_side_files, read_provenance, source_record, write_card, write_provenance
+from moesaic.checkpoint.record import (
+    copy_side_files,
+    how_to_load,
+    read_provenance,
+    source_record,
+    write_card,
+    write_provenance,
+)
 from moesaic.checkpoint.same_tokens import keep_ids
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter, OutputTensor, plan_files
@@ -22,13 +29,13 @@ from moesaic.common.progress import warn
 from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.families.counting import count_shapes
 from moesaic.families.family import our_base
-from moesaic.families.moe import PREDICTION_KEY
+from moesaic.families.moe import PREDICTION_KEYS
 from moesaic.loading import load_generation_config
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
 from moesaic.routing.config import RuleConfig
-from moesaic.routing.install import OWN_BIAS
+from moesaic.routing.install import OWN_BIAS, bias_tensors
 from moesaic.training.folder import remove
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.start import DTYPES, Trainable, token_ids
@@ -99,7 +106,7 @@ def write_result(run: "Session", tensors: Mapping[str, Tensor]) -> None:
     sources = _write_side_files(run, aside, ids)
     if differs := keep_ids(run.tokenizer, aside):
         warn(differs)
-    write_card(aside, _card(run, on_disk) + needs(config))
+    write_card(aside, _card(run, on_disk) + how_to_load(aside, config))
     write_provenance(
         aside,
         verb="train",
@@ -134,16 +141,20 @@ def _record_beside(biases: Mapping[str, Tensor], trainable: Trainable) -> dict[s
 
 
 def own_biases(trainable: Trainable) -> dict[str, Tensor]:
-    """The selection biases as tensors of the model, by name: in our architecture, where a run has them.
+    """The selection biases as tensors of the model, by name, where a run has them: in our architecture, and in families
+    that have such tensors themselves.
 
     So every engine that runs the model's own code has them, and nothing that copies weights can lose them.
     """
     installation = trainable.installation
-    if installation is None or installation.selection_bias is None or our_base(trainable.config.model_type) is None:
+    if installation is None or installation.selection_bias is None:
         return {}
     rows = dict(zip(map(id, installation.routers), installation.selection_bias.cpu(), strict=True))
-    modules = trainable.model.named_modules()
-    return {f"{name}.{OWN_BIAS}": rows[id(module)] for name, module in modules if id(module) in rows}
+    if our_base(trainable.config.model_type) is not None:
+        modules = trainable.model.named_modules()
+        return {f"{name}.{OWN_BIAS}": rows[id(module)] for name, module in modules if id(module) in rows}
+    own = bias_tensors(trainable.model).items()
+    return {name: rows[id(router)].reshape(tensor.shape).to(tensor.dtype) for name, (router, tensor) in own}
 
 
 def _experts(recipe: TrainRecipe, expansions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -195,8 +206,6 @@ def _write_config(run: "Session", folder: Path) -> dict[str, Any]:
     config = trainable.config
     config.dtype = DTYPES[recipe.precision]
     config.architectures = [type(trainable.model).__name__.removeprefix("FSDP")]
-    if getattr(config, PREDICTION_KEY, None):
-        setattr(config, PREDICTION_KEY, 0)  # transformers does not load such layers, so the result has none
     ours = our_base(config.model_type) is not None
     if ours:
         rule = inference_rule(trainable.installation and trainable.installation.config)
@@ -204,6 +213,8 @@ def _write_config(run: "Session", folder: Path) -> dict[str, Any]:
             setattr(config, key, value)
     source = open_checkpoint(recipe.model).config if isinstance(recipe.model, str) and not run.expansions else {}
     written = with_source_keys(config.to_diff_dict(), source)
+    # transformers does not load layers for multi-token prediction, so the result has none.
+    written |= dict.fromkeys((key for key in PREDICTION_KEYS if written.get(key)), 0)
     write_config(folder, written)
     if ours:
         with explained(folder):

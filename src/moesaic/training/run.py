@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from moesaic.checkpoint.push import pushed
 from moesaic.checkpoint.record import read_provenance
 from moesaic.common.errors import MoesaicError
 from moesaic.common.numbers import finite_only
@@ -23,11 +24,12 @@ from moesaic.training.schedule import learning_rate
 from moesaic.training.session import Session, begin, save
 from moesaic.training.start import DTYPES
 from moesaic.training.state import result_of
-from moesaic.training.step import run_step, validate, where_not_finite
+from moesaic.training.step import run_step, validate, validation_batches, where_not_finite
 from moesaic.training.stop import Stop, stopping
 from moesaic.training.watch import RoutingWatch
 
 
+@pushed
 def train(
     recipe: str | Path | Mapping[str, Any] | TrainRecipe,
     out: str | Path,
@@ -50,6 +52,8 @@ def train(
         resume: go on where the last state is; start fresh where there is none.
         overwrite: remove an earlier run or checkpoint in `out` first.
         quiet: print no progress and no notices.
+        push_to_hub: ORG/NAME of a repository on the hub to upload the checkpoint to when it is complete.
+        public: let everybody see it there.
 
     Returns:
         Steps, losses and where the checkpoint is.
@@ -169,7 +173,8 @@ def _step(run: Session, batches: list[PackedBatch], watch: RoutingWatch) -> None
 
 
 def _validate(run: Session) -> None:
-    run.validation = validate(run.trainable, run.held_out)
+    with run.console.validating(validation_batches(run.trainable, run.held_out), run.step) as tick:
+        run.validation = validate(run.trainable, run.held_out, tick)
     measured = {domain: finite_only(asdict(loss)) for domain, loss in run.validation.items()}
     if run.world.is_main and (missing := [domain for domain, one in measured.items() if one["loss"] is None]):
         warn(f"step {run.step:,}: the held-out loss of {', '.join(missing)} is not finite, and null in metrics.jsonl")

@@ -39,6 +39,7 @@ from moesaic.training.start import (
 )
 from moesaic.training.state import RunState, prune_states, read_run, remove_unfinished, restore, save_state
 from moesaic.training.step import StepResult
+from moesaic.training.trackers import chosen_trackers
 
 
 @dataclass(kw_only=True)
@@ -129,6 +130,7 @@ def begin(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: boo
         refuse_changes(saved.recipe, recipe_values(recipe))
     if state is None and not isinstance(recipe.model, str):
         refuse_unknown_keys(recipe.model)
+    trackers = chosen_trackers(recipe.trackers)
     vocabulary = check_start(recipe).get_text_config().vocab_size
     tokenizer = load_run_tokenizer(recipe)
     if world.is_main:
@@ -137,7 +139,7 @@ def begin(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: boo
     prepared = within_vocabulary(prepared, vocabulary)
     refuse_untrainable(prepared)
     data = PackedDataset(prepared, seed=recipe.seed, sequences_per_step=recipe.sequences_per_step)
-    held_out = validation_sets(prepared)
+    held_out = validation_sets(prepared, limit=recipe.validation.limit)
     steps = min(limit for limit in (recipe.budget_steps, data.num_steps) if limit is not None)
     if state is None:
         refuse_long_warmup(recipe.optimizer.warmup_steps, steps, "data.epochs")
@@ -162,7 +164,9 @@ def begin(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: boo
         held_out=held_out,
         steps=steps,
         step=saved.step,
-        log=MetricsLog(out, start_bytes=saved.metrics_bytes, start_step=saved.step, active=world.is_main),
+        log=MetricsLog(
+            out, start_bytes=saved.metrics_bytes, start_step=saved.step, trackers=trackers, active=world.is_main
+        ),
         console=Console(steps=steps, first=saved.step, quiet=quiet),
         throughput=Throughput(trainable),
         expansion_steps=expansion_steps,

@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError, suggest
 from moesaic.common.progress import no_library_bars, notice, warn
-from moesaic.data.packing import keeps_documents_apart
+from moesaic.data.packing import PackedBatch, keeps_documents_apart, one_per_row
 from moesaic.data.tokenise import Encoder
 from moesaic.families.config_values import refuse_giant
 from moesaic.families.family import our_base
@@ -36,6 +36,7 @@ from moesaic.training.fit import needs_routers, refuse_misfit
 from moesaic.training.optimizer import MasterWeights, build_optimizer, describe_trainable, freeze
 from moesaic.training.parallel import World, distributed_config, reshard, whole
 from moesaic.training.recipe import Precision, ScratchModel, TrainRecipe, scratch_config
+from moesaic.training.trackers import chosen_trackers
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -66,6 +67,12 @@ class Trainable:
     """The rule on its routers; `None` for a model without routers that rules work on."""
     masters: MasterWeights
     optimizer: torch.optim.AdamW
+    packs: bool = True
+    """Whether the model keeps the documents of a row apart; else each gets a row of its own."""
+
+    def placed(self, batch: PackedBatch) -> PackedBatch:
+        """A batch as the model takes it, on its device."""
+        return (batch if self.packs else one_per_row(batch)).to(self.world.device)
 
     def buffers(self) -> dict[str, Tensor]:
         """Persistent buffers, such as a family's own selection biases."""
@@ -88,10 +95,17 @@ def build_trainable(recipe: TrainRecipe, out: Path, world: World, *, start: Star
     if our_base(config.model_type) is not None:
         config.selection_bias = False  # while it trains, the bias is the installation's
     with makes_a_model(start.family) if isinstance(start, ScratchModel) else nullcontext():
-        _refuse_leaking_documents(model)
+        packs = keeps_documents_apart(model.eval())
+        reshard(model)
     installation = _install(model, recipe)
     for line in untaught_routers(model, installation):
         notice(line, quiet=quiet)
+    if not packs:
+        notice(
+            f"{config.model_type} looks back into the document before, so each document has a row of its own, padded "
+            "to the longest of its micro-batch",
+            quiet=quiet,
+        )
     if recipe.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     if recipe.compile:
@@ -109,6 +123,7 @@ def build_trainable(recipe: TrainRecipe, out: Path, world: World, *, start: Star
         installation=installation,
         masters=masters,
         optimizer=build_optimizer(masters.trainable, recipe.optimizer),
+        packs=packs,
     )
 
 
@@ -130,18 +145,6 @@ def _from_scratch(recipe: TrainRecipe, config: PreTrainedConfig, out: Path, worl
     if world.is_main:
         shutil.rmtree(initial)
     return model
-
-
-@torch.no_grad()
-def _refuse_leaking_documents(model: PreTrainedModel) -> None:
-    """Refuse a family in which packed documents would attend to each other."""
-    apart = keeps_documents_apart(model.eval())
-    reshard(model)
-    if not apart:
-        raise MoesaicError(
-            f"model: {model.config.model_type} does not keep packed documents apart by their position ids in this "
-            "version of transformers, so it cannot be trained here"
-        )
 
 
 def _install(model: PreTrainedModel, recipe: TrainRecipe) -> Installation | None:
@@ -175,7 +178,7 @@ def untaught_routers(model: PreTrainedModel, installation: Installation | None) 
         state = block.router.__dict__[INSTALLED]
         settings = state.settings
         choices = RouterChoices(weighting=settings.weighting, experts=settings.num_experts, top_k=settings.top_k)
-        if not isinstance(state.rule, OnePerGroup) and settings.weighting != "all":
+        if settings.own is None and not isinstance(state.rule, OnePerGroup) and settings.weighting != "all":
             tied = _sharing_a_row(whole(block.router.weight))  # pyright: ignore[reportArgumentType]
             copies = tied == settings.num_experts and _all_equal(whole(block.experts.gate_up_proj))
             choices = replace(choices, tied=tied, copies=copies)
@@ -213,6 +216,7 @@ def check_dry(recipe: TrainRecipe) -> None:
     """`check_start`, and what making a model and loading a tokenizer that is here would refuse."""
     if isinstance(recipe.model, ScratchModel):
         refuse_unknown_keys(recipe.model)
+    chosen_trackers(recipe.trackers)
     config = check_start(recipe)
     if isinstance(recipe.model, ScratchModel):
         with torch.device("meta"), makes_a_model(recipe.model.family):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from moesaic.common.progress import Tick
 from moesaic.common.seeds import fold_key
 from moesaic.data.dataset import ValidationSet
 from moesaic.data.packing import PackedBatch
@@ -78,14 +79,13 @@ def run_step(
     how a batch is cut into ranks and micro-steps. Ranks average their gradients (FSDP), so each scales its part by
     their number.
     """
-    world = trainable.world
     state = _begin(trainable, batches, step, num_domains)
     balance = trainable.recipe.losses.balance
     if balance is not None and balance.scope == "step" and len(batches) > 1:
         state.carried = _step_load(trainable, batches, step)
     seed_dropout(trainable, step)
     for batch in batches:
-        _micro_step(trainable, batch.to(world.device), state)
+        _micro_step(trainable, trainable.placed(batch), state)
     result = _finish(trainable, state)
     if result.is_finite and result.loss is not None:
         _update(trainable, result, rate)
@@ -117,7 +117,7 @@ def _step_load(trainable: Trainable, batches: list[PackedBatch], step: int) -> L
     seed_dropout(trainable, step)
     loads = []
     for batch in batches:
-        batch = batch.to(trainable.world.device)
+        batch = trainable.placed(batch)
         context = context_of(trainable, batch, step)
         with routing_context(trainable.installation, context) as record:
             trainable.model(
@@ -257,7 +257,7 @@ def where_not_finite(trainable: Trainable, batches: Sequence[PackedBatch]) -> st
     model.eval()  # routing as at inference
     try:
         for batch in batches:
-            one = batch.to(world.device)
+            one = trainable.placed(batch)
             found = first_not_finite(
                 model,
                 lambda one=one: model(input_ids=one.input_ids_BS, position_ids=one.position_ids_BS, use_cache=False),
@@ -272,30 +272,44 @@ def where_not_finite(trainable: Trainable, batches: Sequence[PackedBatch]) -> st
 # --- held-out sets ----------------------------------------------------------------------------------------------------
 
 
-def validate(trainable: Trainable, sets: Sequence[ValidationSet]) -> dict[str, DomainLoss]:
-    """Run every held-out set through the model in evaluation mode: routing as at inference, without pools."""
-    found = document_losses(trainable, sets)
+def validation_batches(trainable: Trainable, sets: Sequence[ValidationSet]) -> int:
+    """How often `validate` will call `tick`."""
+    size = trainable.recipe.batch.micro_sequences * trainable.world.size
+    return sum(math.ceil(held_out.num_sequences / size) for held_out in sets)
+
+
+def validate(
+    trainable: Trainable, sets: Sequence[ValidationSet], tick: Tick = lambda _batches: None
+) -> dict[str, DomainLoss]:
+    """Run every held-out set through the model in evaluation mode: routing as at inference, without pools.
+
+    `tick(1)` is called after every batch.
+    """
+    found = document_losses(trainable, sets, tick)
     return {domain: ratio_with_error(losses_N, tokens_N) for domain, (losses_N, tokens_N) in found.items()}
 
 
-def document_losses(trainable: Trainable, sets: Sequence[ValidationSet]) -> dict[str, tuple[Tensor, Tensor]]:
+def document_losses(
+    trainable: Trainable, sets: Sequence[ValidationSet], tick: Tick = lambda _batches: None
+) -> dict[str, tuple[Tensor, Tensor]]:
     """The same, as total loss and number of predicted tokens of each document (float64, on the CPU), by domain."""
     model = trainable.model
     model.eval()
     try:
-        return {held_out.domain: _run(trainable, held_out) for held_out in sets}
+        return {held_out.domain: _run(trainable, held_out, tick) for held_out in sets}
     finally:
         model.train()
         reshard(model)
 
 
 @torch.no_grad()
-def _run(trainable: Trainable, held_out: ValidationSet) -> tuple[Tensor, Tensor]:
+def _run(trainable: Trainable, held_out: ValidationSet, tick: Tick) -> tuple[Tensor, Tensor]:
     world = trainable.world
     sums_2N = torch.zeros(2, held_out.num_documents, dtype=torch.float64, device=world.device)
     batches = held_out.batches(trainable.recipe.batch.micro_sequences, rank=world.rank, world_size=world.size)
     for batch in batches:
-        add_losses(trainable.model, batch.to(world.device), sums_2N)
+        add_losses(trainable.model, trainable.placed(batch), sums_2N)
+        tick(1)
     losses_N, tokens_N = world.sum(sums_2N).cpu()
     return losses_N, tokens_N
 

@@ -211,19 +211,13 @@ def model_card(plan: UpcyclePlan, promise: Statement, parameters: tuple[int, int
         "Parameters": f"{parameters[0]:,}, {parameters[1]:,} active per token",
         "At initialisation": f"{promise.code}: {promise.text}",
     }
-    text = card.model_card(
+    return card.model_card(
         title=f"Mixture of experts from {plan.base.checkpoint.name}",
         bases=[model.checkpoint.name for model in plan.models],
         tags=["moe", recipe.method],
         command=command(recipe),
         facts=facts,
     )
-    usage = card.fenced(
-        "from transformers import AutoModelForCausalLM\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("OUT", trust_remote_code=True)',
-        language="python",
-    )
-    return f"{text}\nThe architecture's code is in this folder, so transformers needs nothing else:\n\n{usage}\n"
 
 
 def command(recipe: UpcycleRecipe) -> list[str]:

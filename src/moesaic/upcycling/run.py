@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.headers import TensorInfo
+from moesaic.checkpoint.push import pushed
 from moesaic.checkpoint.write import NewCheckpoint, check_output, check_sources, write
 from moesaic.checkpoint.writer import parse_size
 from moesaic.common.errors import MoesaicError
@@ -35,6 +36,7 @@ def _named(specialists: Any) -> list[dict[str, str]]:
 
 
 @verb(UpcycleRecipe, positional=("base",), out="folder", convert={"specialists": _named})
+@pushed
 def upcycle(
     recipe: UpcycleRecipe,
     out: str | Path,

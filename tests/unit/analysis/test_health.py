@@ -50,11 +50,18 @@ def test_a_verdict_says_its_figures():
 def test_the_model_is_as_its_worst_layer():
     bad = layer_verdict(1, "collapsed", np.array([1.0, 0.0]), 1)
     good = layer_verdict(0, "healthy", np.array([0.5, 0.5]), 1)
-    found = model_verdict([good, bad])
+    found = model_verdict([good, bad], np.array([2.0, 1.0]))
     assert found.level == "collapsed"
-    assert found.sentence == f"of 2 MoE layers, 1 collapsed; {bad.sentence}"
-    assert model_verdict([good]).sentence == "the only MoE layer uses its experts evenly"
-    assert model_verdict([bad]).sentence == bad.sentence
+    assert found.sentence == f"of 2 MoE layers, 1 collapsed; the worst: {bad.sentence}"
+    assert model_verdict([good], np.array([2.0])).sentence == "the only MoE layer uses its experts evenly"
+    assert model_verdict([bad], np.array([1.0])).sentence == bad.sentence
+
+
+def test_the_layer_that_is_named_is_the_worst_and_not_the_first():
+    skewed = [layer_verdict(layer, "skewed", np.array([0.5, 0.5]), 1) for layer in (0, 1)]
+    bad = [layer_verdict(layer, "collapsed", np.array([0.5, 0.5]), 1) for layer in (2, 3, 4)]
+    found = model_verdict([*skewed, *bad], np.array([1.0, 1.0, 1.9, 1.2, 1.5]))
+    assert found.sentence.startswith("of 5 MoE layers, 3 collapsed and 2 skewed; the worst: layer 3 is collapsed")
 
 
 def test_entropy_of_nothing_is_no_number():

@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from moesaic.checkpoint.config_file import OLDEST_TRANSFORMERS, both_ropes, with_source_keys, write_config
+from moesaic.families import shrink, support
 from tests.tiny_models import BASES, tiny_config
 from tests.tiny_moes import MOE_FAMILIES, tiny_moe
 
@@ -32,7 +33,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ),
         ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
         (
-            {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+            {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 1e4},
             {
                 "rope_parameters": {
                     "full_attention": {"rope_type": "default", "rope_theta": 1e6},
@@ -42,7 +43,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             },
         ),
         (
-            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}},
+            },
             {"rope_theta": 1e6, "rope_scaling": None, "rope_local_base_freq": 1e4},
         ),
     ],
@@ -64,9 +68,21 @@ def test_transformers_reads_the_same_rope_from_both(tmp_path, family):
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == config.rope_parameters
 
 
-def test_a_mixture_with_ropes_by_layer_keeps_its_one_spelling():
+@pytest.mark.parametrize("family", support.tested())
+def test_a_config_that_we_write_means_the_same_in_every_family(tmp_path, family):
+    config = shrink.tiny_config(family)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for number, kind in enumerate(one for one in (ropes, *ropes.values()) if isinstance(one, dict)):
+        if "rope_theta" in kind:
+            kind["rope_theta"] = 512345.0 + number
+    write_config(tmp_path, config.to_diff_dict())
+    before, after = config.to_dict(), AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert after == before | {"_name_or_path": str(tmp_path)}
+
+
+def test_ropes_by_kind_of_layer_have_an_older_spelling_only_in_families_of_transformers_4():
     ropes = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
-    config = {"model_type": "laguna", "num_experts": 8, "rope_parameters": ropes}
+    config = {"model_type": "laguna", "rope_parameters": ropes}
     assert both_ropes(config) == config
     assert "rope_theta" in both_ropes(config | {"model_type": "moesaic_gemma3_text"})
 

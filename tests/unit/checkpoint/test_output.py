@@ -345,7 +345,8 @@ def test_signals_clean_up(number: signal.Signals, tmp_path: Path) -> None:
         "with output_folder(sys.argv[1]) as folder:\n"
         "    (folder / 'x').touch()\n"
         "    print('ready', flush=True)\n"
-        "    time.sleep(60)\n"
+        "    for _ in range(6000):\n"  # a signal just before one long sleep would be seen only after it
+        "        time.sleep(0.01)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "out")], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

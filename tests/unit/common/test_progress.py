@@ -2,6 +2,7 @@
 
 import doctest
 import io
+import re
 import threading
 from contextlib import contextmanager
 
@@ -43,8 +44,8 @@ def test_lines_outside_a_terminal_are_rare_and_on_stderr(clock, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        "moesaic: writing: 46% (46.0 MB of 100.0 MB), 9.1 MB/s, 6 s left",
-        "moesaic: writing: 92% (92.0 MB of 100.0 MB), 9.1 MB/s, 1 s left",
+        "moesaic: writing: 46% (46.0 MB of 100.0 MB), 6 s left, 9.1 MB/s",
+        "moesaic: writing: 92% (92.0 MB of 100.0 MB), 1 s left, 9.1 MB/s",
         "moesaic: writing: 100% (100.0 MB of 100.0 MB), 9.1 MB/s",
     ]
 
@@ -94,8 +95,24 @@ def test_bar_on_a_terminal_shows_rate_and_time_left(monkeypatch, clock):
         notice("a message in between")
     text = terminal.getvalue()
     assert "[red]writing" in text  # no markup is interpreted
-    assert "40% (4 layers of 10 layers), 2 layers/s, 3 s left" in text
+    assert "40% (4 layers of 10 layers), 3 s left, 2 layers/s" in text
     assert "moesaic: a message in between\n" in text
+
+
+@pytest.mark.parametrize("label", ["training", "checking the sources"])
+def test_a_bar_is_one_line_of_80_characters_with_what_matters(monkeypatch, label):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    long = "step 123,456/999,999: loss 2.3456, 12 h 34 min left, 123,456 tokens/s, gradient 0.123, lr 0.000123"
+    size = status(123e9, 987e9, 100.0, "B")
+    with module.bar(label, 10) as show:
+        show(5, long if label == "training" else size)
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", terminal.getvalue())]
+    (shown,) = {line.rstrip() for line in lines if " left" in line}
+    assert len(shown) <= 80
+    assert "loss 2.3456, 12 h 34 min left" in shown or "12% (123.0 GB of 987.0 GB), 11 min 42 s left" in shown
 
 
 def test_dumb_terminal_gets_lines(monkeypatch, clock):
@@ -145,7 +162,7 @@ def test_duration_rounds_before_it_splits():
     assert duration(59.7) == "1 min 0 s"
 
 
-def test_training_shows_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys):
+def test_training_shows_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys, clock):
     from moesaic.training.metrics import Console
 
     timing = {"seconds": 1.0, "tokens_per_second": 4096.0, "flops_per_second": 2e9}
@@ -155,7 +172,9 @@ def test_training_shows_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, cap
         console.step(line)
     console.close()
     first, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("moesaic: step 1/2: loss 4.0000, gradient 0.5, lr 0.001, 4,096 tokens/s, 2.0 GFLOP/s, 1 s")
+    assert first.startswith(
+        "moesaic: step 1/2: loss 4.0000, 1 s left, 4,096 tokens/s, gradient 0.5, lr 0.001, 2.0 GFLOP/s"
+    )
     assert last.startswith("moesaic: step 2/2: loss 3.0000")
 
     shown, closed = [], []
@@ -170,8 +189,12 @@ def test_training_shows_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, cap
     console = Console(steps=2, first=0, quiet=False)
     for line in lines:
         console.step(line)
+    with console.validating(4, 2) as tick:
+        clock.now += 1
+        tick(1)
     console.close()
     assert capsys.readouterr().err == ""
+    assert shown.pop() == ("training", 2, 2, "held-out 25% (1 batches of 4 batches), 3 s left, 1 batches/s")
     assert [part[:3] for part in shown] == [("training", 2, 1), ("training", 2, 2)]
     assert "step 2/2: loss 3.0000" in shown[1][3]
     assert closed == ["training"]

@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -50,14 +52,26 @@ def test_nothing_is_predicted_across_documents(make_data):
 
 
 def test_sources_of_one_domain_are_one_set(make_data, tmp_path):
-    import dataclasses
-
     data = make_data(LENGTHS, sequence_length=16)
     merged = tuple(dataclasses.replace(source, domain="domain1") for source in data.recipe.validation)
     data = dataclasses.replace(data, recipe=dataclasses.replace(data.recipe, validation=merged))
     (held_out,) = validation_sets(data)
     assert held_out.num_documents == 11
     assert {int(batch.domain_ids_BS.max()) for batch in held_out.batches(4)} == {1}
+
+
+def test_a_limit_takes_the_first_documents_of_a_domain(make_data):
+    data = make_data(LENGTHS, sequence_length=16)
+    for limit in (1, 2, len(LENGTHS[0]), 100):
+        for held_out, lengths in zip(validation_sets(data, limit=limit), LENGTHS, strict=True):
+            assert held_out.num_documents == min(limit, len(lengths))
+            assert held_out.num_tokens == sum(lengths[:limit])
+            ids = {int(one) for batch in held_out.batches(3) for one in batch.document_ids_BS.unique()}
+            assert ids - {-1} == set(range(min(limit, len(lengths))))
+    merged = tuple(dataclasses.replace(source, domain="domain1") for source in data.recipe.validation)
+    data = dataclasses.replace(data, recipe=dataclasses.replace(data.recipe, validation=merged))
+    (held_out,) = validation_sets(data, limit=len(LENGTHS[0]) + 1)
+    assert held_out.num_tokens == sum(LENGTHS[0]) + LENGTHS[1][0]
 
 
 def test_a_batch_of_one_short_document_is_two_wide(make_data):

@@ -352,7 +352,12 @@ def test_misuse_is_an_error():
     ("make", "config", "bias", "message"),
     [
         (lambda: tiny_model("qwen3"), RuleConfig(), None, "Qwen3ForCausalLM has no router that training rules work on"),
-        (lambda: tiny_moe("deepseek_v3"), RuleConfig(), None, "has no router that training rules work on"),
+        (
+            lambda: tiny_moe("deepseek_v3"),
+            RuleConfig(rule="one_per_group", expert_groups=GROUPS),
+            None,
+            "one_per_group needs routers with a softmax of plain logits",
+        ),
         (
             lambda: native_model("olmoe"),
             RuleConfig(),

@@ -121,7 +121,7 @@ function lineChart(label, height, { xTitle, yTitle = '', series, format = '.4~g'
         error_y: error ? { type: 'data', array: error, thickness: 1, width: 2 } : undefined,
         hovertemplate: `%{y:${format}}<extra>${plotText(name)}, ${xTitle.toLowerCase()} %{x:,}</extra>`,
       })),
-      layout: { margin: { l: 48, r: 12, t: 8, b: 40 }, xaxis: { title: { text: xTitle }, ...x }, yaxis: { title: { text: yTitle }, ...y } },
+      layout: { margin: { l: 48, r: 12, t: 8, b: 40 }, xaxis: { title: { text: xTitle }, ...x }, yaxis: { automargin: true, title: { text: yTitle }, ...y } },
     }),
     () => ({
       columns: [xTitle, ...series.map(({ name }) => name)],

@@ -28,12 +28,14 @@ VIEWS.push({
 });
 
 function resultsOverview() {
-  return panel('Evaluations', 'Averages of every suite; all tasks are in the view Results.', averagesTable());
+  return panel('Evaluations', 'Averages of every suite, and held-out text; all tasks are in the view Results.', averagesTable());
 }
 
 function averagesTable() {
   const rows = averages().map(({ title, find }) => row(title, find));
-  return rows.length ? table(['Average', ...DATA.results.map(({ name }) => name)], rows, { label: 'Averages' }) : el('p', { class: 'words' }, 'These suites have no average.');
+  const texts = textTasks().map((task) => row(scoreName(task), (result) => result.tasks[task]));
+  const all = [...rows, ...texts];
+  return all.length ? table(['Score', ...DATA.results.map(({ name }) => name)], all, { label: 'Averages' }) : el('p', { class: 'words' }, 'These suites have no average.');
 }
 
 /** Averages by suite and name, since suites share names; {title, suite, name, find}. A title has the suite where it must. */
@@ -47,6 +49,11 @@ function averages() {
     find: (result) => result.averages.find((one) => one.suite === suite && one.name === name),
   }));
 }
+
+const textTasks = () => [...new Set(DATA.results.flatMap((result) => Object.entries(result.tasks).filter(([, task]) => task.text).map(([name]) => name)))];
+
+/** What the score of a task is called: that of held-out text is bits per byte, whatever the task's name says. */
+const scoreName = (task) => (textTasks().includes(task) ? (task === 'perplexity' ? 'held-out text, bits per byte' : `${task}, bits per byte`) : task);
 
 const scored = (entry) => entry?.score != null;
 /** Shares are shown in percent, bits per byte as they are. */
@@ -90,8 +97,8 @@ function suitePanels() {
     const rows = [
       ...tasks.map((task) => {
         const first = DATA.results.map((result) => result.tasks[task]).find(Boolean);
-        const how = first ? `${first.metric.replaceAll('_', ' ')}${first.text ? '' : `, ${plural(first.shots ?? 0, 'shot')}`}` : '';
-        return [task, how, ...row(task, (result) => result.tasks[task]).slice(1)];
+        const how = first ? `${first.metric.replaceAll('_', ' ')}, ${plural(first.shots ?? 0, 'shot')}` : '';
+        return [first?.text ? scoreName(task) : task, first?.text ? 'lower is better' : how, ...row(task, (result) => result.tasks[task]).slice(1)];
       }),
       ...averages()
         .filter(({ suite }) => suite === name)
@@ -106,17 +113,21 @@ function suitePanels() {
 
 /** Held-out text by domain. */
 function textPanel() {
-  const tasks = [...new Set(DATA.results.flatMap((result) => Object.entries(result.tasks).filter(([, task]) => task.text).map(([name]) => name)))];
-  return tasks.map((task) => {
+  return textTasks().map((task) => {
     const texts = DATA.results.map((result) => result.tasks[task]?.text);
     const domains = [...new Set(texts.filter(Boolean).flatMap((text) => Object.keys(text.domains)))];
     const entry = (text, domain, key) => (domain === null ? text?.all : text?.domains[domain])?.[key];
-    const rows = [...domains, null].map((domain) => [
-      domain === null ? el('strong', {}, 'all') : visible(domain),
-      ...texts.flatMap((text) => [number(entry(text, domain, 'perplexity'), 2), number(entry(text, domain, 'bits_per_byte'), 4)]),
-    ]);
-    const columns = DATA.results.flatMap(({ name }) => [`${name}: perplexity`, `${name}: bits per byte`]);
-    return panel(`Held-out text: ${visible(task)}`, 'Lower is better. Perplexity depends on the tokenizer, bits per byte can be compared between models.', table(['Domain', ...columns], rows, { label: task }));
+    const named = (domain) => (domain === null ? el('strong', {}, 'all') : visible(domain));
+    const tableOf = (title, key, digits) => {
+      const rows = [...domains, null].map((domain) => [named(domain), ...texts.map((text) => number(entry(text, domain, key), digits))]);
+      return table([title, ...DATA.results.map(({ name }) => name)], rows, { label: `${title}, ${task}` });
+    };
+    return panel(
+      task === 'perplexity' ? 'Held-out text' : `Held-out text: ${visible(task)}`,
+      'Lower is better. Perplexity is per token, so it depends on the tokenizer; bits per byte can be compared between any models.',
+      tableOf('Perplexity', 'perplexity', 2),
+      tableOf('Bits per byte', 'bits_per_byte', 4),
+    );
   });
 }
 
@@ -125,7 +136,7 @@ function measures() {
   const tasks = [...new Set(DATA.results.flatMap((result) => Object.keys(result.tasks)))];
   return [
     ...averages().map(({ title, find }) => ({ key: `average ${title}`, name: title, find, tasks: (result) => find(result)?.over ?? [] })),
-    ...tasks.map((name) => ({ key: `task ${name}`, name, find: (result) => result.tasks[name], tasks: () => [name] })),
+    ...tasks.map((name) => ({ key: `task ${name}`, name: scoreName(name), find: (result) => result.tasks[name], tasks: () => [name] })),
   ];
 }
 

@@ -23,6 +23,7 @@ function open(id, { focus = false } = {}) {
     tab.setAttribute('aria-selected', String(current));
     tab.tabIndex = current ? 0 : -1;
     if (current) main.setAttribute('aria-labelledby', tab.id);
+    if (current) tab.scrollIntoView({ block: 'nearest', inline: 'nearest' });
     if (current && focus) tab.focus();
   });
   draw();

@@ -44,9 +44,9 @@ function trainingCharts() {
       'div',
       { class: 'grid' },
       panel('Training loss', `Cross-entropy in nats per token${smoothed > 1 ? `, means over up to ${smoothed} steps` : ''}.`, curves('loss', 'Loss')),
-      domains.length ? panel('Held-out, all domains', 'Mean over the domains.', heldOut(null)) : null,
+      domains.length ? panel(`${heldOutName()}, all domains`, trainingView.perplexity ? 'Of the mean loss over the domains.' : 'Mean over the domains, in nats per token.', heldOut(null)) : null,
     ),
-    domains.length > 1 ? panel('Held-out, by domain', 'Bars are one standard error over documents.', el('div', { class: 'grid small-charts' }, domains.map((domain) => el('div', {}, el('h4', {}, visible(domain)), heldOut(domain))))) : null,
+    domains.length > 1 ? panel(`${heldOutName()}, by domain`, 'Bars are one standard error over documents.', el('div', { class: 'grid small-charts' }, domains.map((domain) => el('div', {}, el('h4', {}, visible(domain)), heldOut(domain))))) : null,
     el(
       'div',
       { class: 'grid' },
@@ -74,6 +74,8 @@ function curves(key, title) {
   return lineChart(title, 260, { xTitle: xTitle(), series });
 }
 
+const heldOutName = () => `Held-out ${trainingView.perplexity ? 'perplexity' : 'loss'}`;
+
 /** Held-out curves of one domain, or their mean over all. */
 function heldOut(domain) {
   const asShown = (loss) => (loss == null ? null : trainingView.perplexity ? Math.exp(loss) : loss);
@@ -87,7 +89,7 @@ function heldOut(domain) {
       return { name: run.name, x, y: losses?.map(asShown), index, error: errors, markers: true };
     })
     .filter(({ y, x }) => y && x.length);
-  return lineChart(`Held-out ${trainingView.perplexity ? 'perplexity' : 'loss'}, ${domain ?? 'mean over domains'}`, domain === null ? 260 : 200, {
+  return lineChart(`${heldOutName()}, ${domain ?? 'mean over domains'}`, domain === null ? 260 : 200, {
     xTitle: xTitle(),
     series,
     y: trainingView.perplexity ? spanning(series.flatMap(({ y }) => y)) : {},
@@ -110,7 +112,7 @@ function runsTable() {
     run.curves.load_entropy ? number(last(run.curves.load_entropy), 3) : '–',
     run.curves.dead_experts ? number(last(run.curves.dead_experts), 1) : '–',
   ]);
-  const columns = ['Run', 'Steps', 'Tokens', 'Time', 'Last loss', ...domains.map((domain) => `${visible(domain)} perplexity`), 'Load entropy', 'Without a token'];
+  const columns = ['Run', 'Steps', 'Tokens', 'Time', 'Last loss', ...domains.map((domain) => `Perplexity on ${visible(domain)}`), 'Load entropy', 'Without a token'];
   return table(columns, rows, { label: 'Runs' });
 }
 
