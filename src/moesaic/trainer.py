@@ -27,17 +27,16 @@ from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import warn
 from moesaic.common.recipe import load_recipe
-from moesaic.data.packing import IGNORED
+from moesaic.data.collated import documents_of
 from moesaic.families.family import our_base
 from moesaic.routing.added import AddedGradients
 from moesaic.routing.config import BalanceScope, GroupScore, PoolDraw, RuleConfig, RuleName
 from moesaic.routing.install import (
-    OWN_BIAS,
     Installation,
+    bias_tensors,
     find_installation,
     give_own_biases,
     install,
-    own_bias,
     reinstall,
     routing_context,
 )
@@ -101,7 +100,7 @@ class RoutingCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """What trainer_state.json keeps: the arguments, and the selection bias as it is now."""
-        bias = None if self._run is None else self._run.bias
+        bias = None if self._run is None else self._run.installation.selection_bias
         return {"args": self._arguments, "attributes": {"_saved_bias": None if bias is None else bias.tolist()}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
@@ -145,7 +144,7 @@ class RoutingCallback(TrainerCallback, ExportableState):
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Leave the model with its rule for evaluation, and nothing that a trainer without this callback meets."""
         if self._run is not None:
-            self._run.end()
+            self._run.end(state.best_model_checkpoint if args.load_best_model_at_end else None)
 
     def _write(self, folder: Path, steps: int, args: Any) -> None:
         assert self._run is not None
@@ -184,15 +183,13 @@ class _Run:
         self.args = args
         self.loader = others.get("train_dataloader")
         self.optimizer = others.get("optimizer")
-        self.ours = our_base(model.config.model_type) is not None
         self.installation = self._install(config, bias)
         self.padding = getattr(model.config.get_text_config(), "pad_token_id", None)
-        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.ranks, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         self.watch = RoutingWatch()
         self.open = ExitStack()
         self.sums: dict[str, float] = {}
-        self.logged = 0
+        self.logged = 0  # steps in the sums
         self.begin_step(0)
         self.hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -201,8 +198,7 @@ class _Run:
 
     def _install(self, config: RuleConfig, saved: list[list[float]] | None) -> Installation:
         model = self.model
-        folder = _folder(model)
-        record = None if folder is None else (read_provenance(folder) or {}).get("routing")
+        record = _routing_of(_folder(model))
         if find_installation(model) is None and record is not None:
             reinstall(model, record)  # AutoModel has loaded it: its rule and its bias are in moesaic.json
         earlier = find_installation(model)
@@ -213,30 +209,30 @@ class _Run:
             bias = torch.tensor(saved, dtype=torch.float32, device=next(model.parameters()).device)
         balancing = self.losses.bias_balancing is not None
         installation = install(model, config, selection_bias=balancing if bias is None else bias)
-        if not self.ours:
+        if our_base(model.config.model_type) is None:
             return installation
         for key, value in inference_rule(config).items():
             setattr(model.config, key, value)
-        bias = installation.selection_bias
-        if bias is not None and (saved is not None or own_bias(installation.routers[0]) is None):
-            give_own_biases(model, bias)
-        installation.selection_bias = None  # the model has it, and saves it
+        if installation.selection_bias is not None and not bias_tensors(model):
+            give_own_biases(model, installation.selection_bias)
         return installation
 
-    @property
-    def bias(self) -> Tensor | None:
-        """(layers, experts), of the installation or of the model's own tensors; None where nothing has one."""
-        own = [own_bias(router) for router in self.installation.routers] if self.ours else [None]
-        if self.installation.selection_bias is not None or own[0] is None:
-            return self.installation.selection_bias
-        return torch.stack([row for row in own if row is not None])
+    def put_bias(self) -> bool:
+        """Give the model's own tensors the bias, where it has such; then it needs no record."""
+        tensors, bias_LE = bias_tensors(self.model).values(), self.installation.selection_bias
+        if bias_LE is None or not tensors:
+            return False
+        rows = dict(zip(map(id, self.installation.routers), bias_LE, strict=True))
+        for router, tensor in tensors:
+            tensor.data.copy_(rows[id(router)].reshape(tensor.shape))
+        return True
 
     def record(self) -> dict[str, Any] | None:
         """The `routing` entry of moesaic.json."""
-        installation = self.installation
-        if installation.config.rule is None and installation.selection_bias is None:
-            return None
-        return installation.to_record()
+        record = self.installation.to_record()
+        if self.put_bias():
+            record["selection_bias"] = None
+        return None if record["rule"]["rule"] is None and record["selection_bias"] is None else record
 
     def begin_step(self, step: int) -> None:
         """Forget the step before."""
@@ -257,14 +253,10 @@ class _Run:
             return
         load = reduce_load(self.load)
         if self.losses.bias_balancing is not None:
-            bias_LE = self.bias
+            bias_LE = self.installation.selection_bias
             assert bias_LE is not None
-            moved_LE = balanced_bias(bias_LE, load, rate=self.losses.bias_balancing)
-            if self.ours:
-                for router, bias_E in zip(self.installation.routers, moved_LE, strict=True):
-                    router.get_buffer(OWN_BIAS).copy_(bias_E)
-            else:
-                self.installation.selection_bias = moved_LE
+            self.installation.selection_bias = balanced_bias(bias_LE, load, rate=self.losses.bias_balancing)
+            self.put_bias()
         self._add("load_entropy", float(load_entropy(load.counts_LE).mean()))
         self._add("dead_experts", float(dead_experts(load.counts_LE).sum()))
         self.logged += 1
@@ -272,20 +264,20 @@ class _Run:
             warn(f"step {self.step + 1:,}: {finding}".replace("losses.balance", "balance").replace("losses.", ""))
 
     def figures(self) -> dict[str, float]:
-        """Means over the steps since this was last asked."""
-        steps, self.logged = max(1, self.logged), 0
-        found = {name: value / steps for name, value in self.sums.items()}
-        self.sums = {}
+        """Means over the steps since this was last asked for."""
+        found = {name: value / max(1, self.logged) for name, value in self.sums.items()}
+        self.sums, self.logged = {}, 0
         return found
 
-    def end(self) -> None:
-        """Take the hooks off."""
+    def end(self, best: str | None = None) -> None:
+        """Take the hooks off; where the trainer went back to its `best` checkpoint, go back to that one's bias."""
         self.close()
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks = []
-
-    # --- one micro-batch ----------------------------------------------------------------------------------------------
+        if bias_tensors(self.model):
+            self.installation.selection_bias = None  # the model has it, and saves it
+        elif (record := _routing_of(None if best is None else Path(best))) is not None:
+            self.installation = reinstall(self.model, record)
+        while self.hooks:
+            self.hooks.pop().remove()
 
     def _before(self, module: nn.Module, _args: Any, inputs: dict[str, Any]) -> None:
         """Tell the routers what documents are coming."""
@@ -300,13 +292,12 @@ class _Run:
 
     def _numbered(self, context: RoutingContext) -> RoutingContext:
         """The documents numbered through all ranks and micro-batches of the step, which keys their pool sizes."""
-        counts = torch.tensor([context.num_documents], device=context.document_ids_T.device)
+        counts_R = torch.zeros(self.ranks, dtype=torch.int64, device=context.document_ids_T.device)
+        counts_R[self.rank] = context.num_documents
         if self.ranks > 1:
-            gathered = [torch.zeros_like(counts) for _ in range(self.ranks)]
-            dist.all_gather(gathered, counts)
-            counts = torch.cat(gathered)
-        first = self.documents + int(counts[: self.rank].sum())
-        self.documents += int(counts.sum())
+            dist.all_reduce(counts_R)
+        first = self.documents + int(counts_R[: self.rank].sum())
+        self.documents += int(counts_R.sum())
         return replace(context, document_keys_N=context.document_keys_N + first)
 
     def _after(self, module: nn.Module, _args: Any, _inputs: Any, _output: Any) -> None:
@@ -346,47 +337,14 @@ class _Run:
         self.sums[name] = self.sums.get(name, 0.0) + value
 
 
-def documents_of(inputs: Mapping[str, Any], padding_id: int | None) -> Tensor:
-    """The document of each token of a trainer's batch, numbered within its row; -1 for padding. (rows, length)
-
-    Documents start where `position_ids` do not go on by one. Padding is what `attention_mask` hides; without it, a
-    document of nothing but `padding_id` of which no token is a label.
-
-    Raises:
-        MoesaicError: documents packed under an `attention_mask`, which lets them see each other.
-    """
-    tokens = inputs.get("input_ids")
-    rows, length = (inputs["inputs_embeds"] if tokens is None else tokens).shape[:2]
-    device = (inputs["inputs_embeds"] if tokens is None else tokens).device
-    mask_BS = inputs.get("attention_mask")
-    mask_BS = mask_BS.bool() if isinstance(mask_BS, Tensor) and mask_BS.dim() == 2 else None
-    ids_BS = torch.zeros(rows, length, dtype=torch.int64, device=device)
-    positions_BS = inputs.get("position_ids")
-    if isinstance(positions_BS, Tensor) and positions_BS.dim() == 2:
-        positions_BS = positions_BS.expand(rows, length)
-        ids_BS[:, 1:] = (positions_BS[:, 1:] != positions_BS[:, :-1] + 1).cumsum(1)
-    if mask_BS is not None:
-        ids_BS = torch.where(mask_BS, ids_BS, -1)
-        highest_B = ids_BS.amax(1, keepdim=True)
-        if bool((mask_BS & (ids_BS != highest_B)).any()):
-            raise MoesaicError(
-                "attention_mask: comes with position_ids that start again, so packed documents see each other; use a "
-                "collator without it, such as DataCollatorWithFlattening or SFTConfig(padding_free=True)"
-            )
-        return ids_BS
-    if padding_id is None or tokens is None:
-        return ids_BS
-    said_BS = tokens != padding_id
-    if isinstance(labels_BS := inputs.get("labels"), Tensor) and labels_BS.shape == tokens.shape:
-        said_BS = said_BS | (labels_BS != IGNORED)
-    counts_BN = torch.zeros(rows, length, dtype=torch.int64, device=device).scatter_add_(1, ids_BS, said_BS.long())
-    return torch.where(counts_BN.gather(1, ids_BS) > 0, ids_BS, -1)
-
-
 def _folder(model: Any) -> Path | None:
     """Where a model was loaded from, if that is a folder here."""
     folder = Path(str(getattr(model.config, "_name_or_path", "") or ""))
     return folder if (folder / "config.json").is_file() else None
+
+
+def _routing_of(folder: Path | None) -> dict[str, Any] | None:
+    return None if folder is None else (read_provenance(folder) or {}).get("routing")
 
 
 def _micro_steps(args: Any, loader: Any, step: int) -> int:

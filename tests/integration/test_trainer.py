@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import moesaic
 from moesaic.common.errors import MoesaicError
+from moesaic.data.collated import documents_of
 from moesaic.data.dataset import PackedDataset
 from moesaic.data.tokenise import prepare
 from moesaic.routing.install import find_installation
-from moesaic.trainer import RoutingCallback, documents_of
+from moesaic.trainer import RoutingCallback
 from moesaic.training.recipe import load_train_recipe
 from moesaic.training.run import train
 from moesaic.training.start import draw, load_run_tokenizer, make_config
@@ -105,7 +106,7 @@ def arguments(out: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(str(out), **ARGUMENTS | changes)
 
 
-def fit(start: Path, rows: list[dict[str, Tensor]], out: Path, *, resume: bool = False, **changes: Any) -> Trainer:
+def fit(start: Path, rows: list[dict[str, Tensor]], out: Path, *, resume: bool = False, **changes: Any) -> Any:
     options = changes.pop("routing", POOLS | LOSSES)
     trainer = Trainer(
         model=moesaic.load(start, device="cpu", dtype="float32"),
@@ -126,6 +127,13 @@ def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
+def bias_of(model: Any) -> Tensor:
+    installation = find_installation(model)
+    assert installation is not None
+    assert installation.selection_bias is not None
+    return installation.selection_bias
+
+
 def logged(trainer: Trainer, key: str) -> list[float]:
     return [line[key] for line in trainer.state.log_history if key in line]
 
@@ -140,13 +148,54 @@ def trained(recipe, start, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("checkpointing", [None, False, True])
 def test_is_moesaic_train(trained, start, rows, tmp_path, checkpointing):
     """Losses and weights of 12 steps, with pools, both losses and loss-free balancing; both kinds of checkpointing."""
-    how = {} if checkpointing is None else {"activation_checkpointing_kwargs": {"use_reentrant": checkpointing}}
+    how: dict[str, Any] = (
+        {} if checkpointing is None else {"activation_checkpointing_kwargs": {"use_reentrant": checkpointing}}
+    )
     trainer = fit(start, rows, tmp_path, activation_checkpointing=bool(how), **how)
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
     for key in ("loss", "balance_loss", "router_z_loss", "load_entropy"):
         assert logged(trainer, key) == pytest.approx([line[key] for line in steps], abs=1e-5), key
     assert distance(weights_of(trainer.model), load_file(trained / "model.safetensors")) < 1e-5
+
+
+def test_family_that_routes_itself(recipe, rows, tmp_path):
+    """DeepSeek-V3's groups and its own tensor of biases: as `train`, and what is saved has the bias in that tensor."""
+    start = save_tiny_moe(tmp_path / "start", "deepseek_v3")
+    changes = {"losses": LOSSES | {"balance": {"coefficient": 0.1}}, "routing": {}, "optimizer": {"lr": 2e-3}}
+    train(recipe | changes | {"model": str(start)}, tmp_path / "trained")
+    trainer = fit(start, rows, tmp_path / "out", routing=LOSSES, learning_rate=2e-3)
+    trainer.save_model(str(tmp_path / "saved"))
+    tuned, trained = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "trained"))
+    assert distance(tuned, trained) < 1e-5
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert not torch.equal(tuned[name], load_file(start / "model.safetensors")[name])
+    assert json.loads((tmp_path / "saved" / "moesaic.json").read_text())["routing"] is None
+
+
+def test_best_checkpoint_has_its_own_bias(rows, tmp_path):
+    """`load_best_model_at_end` of a native model: the bias of the record comes back with the weights."""
+    trainer = Trainer(
+        model=moesaic.load(save_tiny_moe(tmp_path / "start", "qwen3_moe"), device="cpu", dtype="float32"),
+        args=arguments(
+            tmp_path / "out",
+            save_strategy="steps",
+            eval_strategy="steps",
+            eval_steps=1,
+            save_steps=1,
+            load_best_model_at_end=True,
+            metric_for_best_model="eval_loss",
+            greater_is_better=True,  # so that it is not the last
+        ),
+        train_dataset=Rows(rows[:12]),
+        eval_dataset=Rows(rows[12:14]),
+    )
+    trainer.add_callback(RoutingCallback(bias_balancing=0.01))
+    trainer.train()
+    best = Path(str(trainer.state.best_model_checkpoint))
+    assert best.name == "checkpoint-1"
+    record = json.loads((best / "moesaic.json").read_text())
+    assert bias_of(trainer.model).tolist() == record["routing"]["selection_bias"]
 
 
 def test_native_family_and_shorter_last_step(recipe, rows, tmp_path):
@@ -159,14 +208,14 @@ def test_native_family_and_shorter_last_step(recipe, rows, tmp_path):
     assert record["steps"] == 4
     assert record["sources"][0]["path"] == str(start)
     assert record["routing"]["rule"]["pool_size"] == [2, 5]
-    assert find_installation(moesaic.load(folder)).selection_bias.tolist() == record["routing"]["selection_bias"]
+    assert bias_of(moesaic.load(folder)).tolist() == record["routing"]["selection_bias"]
 
     (tmp_path / "again").mkdir()
     folder.rename(tmp_path / "again" / "checkpoint-4")
     again = fit(start, rows, tmp_path / "again", resume=True, save_strategy="steps", save_steps=4)
     assert again.state.global_step == whole.state.global_step == 7
     assert distance(weights_of(again.model), weights_of(whole.model)) == 0
-    biases = [find_installation(trainer.model).selection_bias for trainer in (whole, again)]
+    biases = [bias_of(trainer.model) for trainer in (whole, again)]
     assert biases[0].any()
     assert torch.equal(*biases)
     last = [json.loads((tmp_path / name / "checkpoint-7" / "moesaic.json").read_text()) for name in ("whole", "again")]
@@ -193,7 +242,7 @@ def test_what_is_saved_is_what_was_trained(start, rows, tmp_path):
     again = fit(start, rows[:16], tmp_path / "again", resume=True)
     assert distance(weights_of(again.model), weights_of(whole.model)) == 0
 
-    copy = deepcopy(whole.model)
+    copy: Any = deepcopy(whole.model)
     with torch.no_grad():
         copy.lm_head.weight.zero_()
     copy.save_pretrained(tmp_path / "copy")
@@ -210,7 +259,7 @@ def test_bias_of_the_record_is_found_by_a_trainer(recipe, start, rows, tmp_path)
     trainer.add_callback(RoutingCallback(bias_balancing=0.01))
     trainer.train()
     first = torch.tensor(json.loads((folder / "moesaic.json").read_text())["routing"]["selection_bias"])
-    moved = find_installation(model).selection_bias - first
+    moved = bias_of(model) - first
     assert moved.abs().max() <= 0.01 + 1e-7
     assert first.abs().max() > 0.015  # two steps, so it did not begin at zero
 
@@ -232,17 +281,17 @@ def on_two_ranks(start: Path, rows: list[dict[str, Tensor]], out: Path, routing:
 def test_trl_is_trainer(recipe, start, tmp_path):
     """Padded batches through TRL's own loss and through Trainer: the same losses and weights."""
     from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
 
     draws = torch.Generator().manual_seed(0)
     lengths = torch.randint(5, 30, (16,), generator=draws).tolist()
     data = Dataset.from_list(
         [{"input_ids": torch.randint(3, 40, (size,), generator=draws).tolist()} for size in lengths]
     )
-    plain = {"optim": "sgd"}  # AdamW would make much of a difference in rounding
+    plain: dict[str, Any] = {"optim": "sgd"}  # AdamW would make much of a difference in rounding
     args = arguments(tmp_path, remove_unused_columns=False, **plain)
-    options = {"bf16": False, "router_aux_loss_coef": 0.0, "max_length": None}
+    options: dict[str, Any] = {"bf16": False, "router_aux_loss_coef": 0.0, "max_length": None}
     sft = SFTConfig(output_dir=str(tmp_path), **ARGUMENTS, **options, **plain)
     models = [moesaic.load(start, device="cpu", dtype="float32") for _ in range(2)]
     tokenizer = load_run_tokenizer(load_train_recipe(recipe))
@@ -316,6 +365,7 @@ def test_refusals(start, rows, tmp_path):
 
 def test_nothing_is_left_after_training(start, rows, tmp_path):
     trainer = fit(start, rows[:4], tmp_path)
-    assert not trainer.model._forward_hooks
-    assert not trainer.model._forward_pre_hooks
+    model: Any = trainer.model
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
     assert trainer.evaluate(Rows(rows[4:8]))["eval_loss"] > 0

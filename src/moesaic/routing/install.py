@@ -320,13 +320,12 @@ def _number(router: nn.Module, rule: Decision, *given: Any) -> Tensor | None:
 
 
 def bias_tensors(model: nn.Module) -> dict[str, tuple[nn.Module, Tensor]]:
-    """Name -> router and tensor of the selection biases that a family stores itself, in the order of its layers.
-
-    Not of our architecture, whose biases are the installation's while there is one.
-    """
+    """Name -> router and tensor of the selection biases that the model stores itself, in the order of its layers."""
     found: dict[str, tuple[nn.Module, Tensor]] = {}
     named = dict((*model.named_parameters(), *model.named_buffers()))
     for name, module in model.named_modules():
+        if (own := f"{name}.{OWN_BIAS}") in named and _is_ours(module):
+            found[own] = (module, named[own])
         row: MoEFamily | None = module.__dict__.get(_ROW, (None,))[0]
         if row is None or row.decision is None or row.decision.bias_on not in ("scores", "logits"):
             continue
@@ -375,7 +374,11 @@ def give_own_biases(model: nn.Module, bias_LE: Tensor) -> bool:
 
 
 def _our_routers(model: nn.Module) -> list[nn.Module]:
-    return [one for one in model.modules() if any(base.__name__ == _OUR_ROUTER for base in type(one).__mro__)]
+    return [module for module in model.modules() if _is_ours(module)]
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return any(base.__name__ == _OUR_ROUTER for base in type(module).__mro__)
 
 
 def _misfit(bias_LE: Tensor, layers: int, experts: int) -> MoesaicError:
