@@ -33,14 +33,13 @@ from moesaic.routing.added import AddedGradients
 from moesaic.routing.config import BalanceScope, GroupScore, PoolDraw, RuleConfig, RuleName
 from moesaic.routing.install import (
     Installation,
-    bias_tensors,
     find_installation,
-    give_own_biases,
     install,
     reinstall,
     routing_context,
 )
 from moesaic.routing.losses import Load, balance_loss, balanced_bias, measure_load, reduce_load, router_z_loss
+from moesaic.routing.own_bias import bias_tensors, give_own_biases
 from moesaic.routing.pools import RoutingContext
 from moesaic.routing.rules import RoutingDecision
 from moesaic.routing.stats import dead_experts, load_entropy
@@ -366,8 +365,8 @@ def _refuse_trainer(args: Any, model: Any, losses: LossesRecipe) -> None:
     own = getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0)
     if own and (losses.balance is not None or losses.bias_balancing is not None):
         raise MoesaicError(
-            f"router_aux_loss_coef is {own}, so the trainer balances as well (by plain top-k, whatever the rule); set "
-            "it to 0.0 in SFTConfig, or output_router_logits to False in the model's config"
+            f"router_aux_loss_coef is {own}, so the model's own aux_loss balances as well; set it to 0.0 in SFTConfig, "
+            "or output_router_logits to False in the model's config"
         )
     if losses.bias_balancing is not None and hasattr(model, "peft_config"):
         raise MoesaicError("bias_balancing: moves a tensor of the model, which an adapter does not save; take balance")

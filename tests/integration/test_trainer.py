@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 import moesaic
 from moesaic.common.errors import MoesaicError
@@ -306,6 +306,28 @@ def test_trl_is_trainer(recipe, start, tmp_path):
     for key in ("loss", "balance_loss"):
         one, other = (logged(trainer, key) for trainer in trainers)
         assert one == pytest.approx(other, abs=1e-5), key
+
+
+def test_head_for_classification(start, rows, tmp_path):
+    """The losses reach the routers below another head, and what is saved is that model."""
+    lines = [{"input_ids": row["input_ids"], "labels": torch.tensor(i % 3)} for i, row in enumerate(rows[:8])]
+    routers = []
+    for balance in (0.0, 0.1):
+        model = AutoModelForSequenceClassification.from_pretrained(start, num_labels=3, pad_token_id=0)
+        torch.nn.init.zeros_(model.score.weight)  # so that no gradient but that of the losses comes down in one step
+        args = arguments(tmp_path, max_steps=1, optim="sgd", weight_decay=0.0)
+        trainer = Trainer(model, args, train_dataset=Rows(lines))
+        trainer.add_callback(RoutingCallback(balance=balance))
+        trainer.train()
+        trainer.save_model(str(tmp_path / "saved"))
+        routers.append(load_file(tmp_path / "saved" / "model.safetensors")["model.layers.0.mlp.gate.weight"])
+    first = load_file(start / "model.safetensors")["model.layers.0.mlp.gate.weight"]
+    assert torch.equal(routers[0], first)
+    assert not torch.equal(routers[1], first)
+    again: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    ids = rows[0]["input_ids"][None]
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model.eval()(ids).logits)
 
 
 # --- the documents of a batch -----------------------------------------------------------------------------------------

@@ -9,6 +9,16 @@ from moesaic.families.dense_table import FAMILIES
 from moesaic.families.family import DenseTwin, MoEFamily, our_base
 from moesaic.families.moe_table import MOE_FAMILIES, OURS
 
+AUTO_CLASSES = {
+    "AutoConfig": "Config",
+    "AutoModel": "Model",
+    **{
+        f"AutoModel{kind}": kind
+        for kind in ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+    },
+}
+"""Auto class of transformers -> the end of the name of ours."""
+
 STEMS = {row.model_type: row.stem for row in FAMILIES.values()}
 """Model type of a dense base -> the stem of its class names."""
 
@@ -27,11 +37,7 @@ def class_names(base_model_type: str) -> dict[str, Any]:
     return {
         "model_type": f"moesaic_{base_model_type}",
         "architectures": [f"Moesaic{stem}ForCausalLM"],
-        "auto_map": {
-            "AutoConfig": f"modeling_moesaic.Moesaic{stem}Config",
-            "AutoModel": f"modeling_moesaic.Moesaic{stem}Model",
-            "AutoModelForCausalLM": f"modeling_moesaic.Moesaic{stem}ForCausalLM",
-        },
+        "auto_map": {auto: f"modeling_moesaic.Moesaic{stem}{kind}" for auto, kind in AUTO_CLASSES.items()},
     }
 
 

@@ -23,6 +23,7 @@ from moesaic.families.moe_table import MOE_FAMILIES, routed
 from moesaic.routing.added import AddedGradients
 from moesaic.routing.capture import decision_of
 from moesaic.routing.config import RULES_WORK_ON, RuleConfig
+from moesaic.routing.own_bias import OUR_ROUTER, ROW, bias_tensors, give_own_biases, misfit, own_bias
 from moesaic.routing.pools import RoutingContext
 from moesaic.routing.restrict import num_experts
 from moesaic.routing.rules import OwnChoice, RouterSettings, RoutingDecision, build_rule, decide
@@ -87,6 +88,11 @@ class InstalledRouter:
         self.installation = installation
         self.layer = layer
         self.rule = build_rule(installation.config, settings)
+
+    @property
+    def watched(self) -> bool:
+        """Whether a `routing_context` is open; our models ask, before they say that nothing balances them."""
+        return self.installation.record is not None
 
     @torch.compiler.disable  # recording is a side effect per layer: traced, every layer would be compiled again
     def forward(self, hidden_states: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
@@ -181,7 +187,7 @@ def install(model: nn.Module, config: RuleConfig, *, selection_bias: Tensor | bo
     if isinstance(selection_bias, bool):
         selection_bias = _first_bias(model, routers) if selection_bias else None
     elif selection_bias is not None and selection_bias.shape != (len(routers), routers[0][1].num_experts):
-        raise _misfit(selection_bias, len(routers), routers[0][1].num_experts)
+        raise misfit(selection_bias, len(routers), routers[0][1].num_experts)
     installation = Installation(config, selection_bias=selection_bias)
     installed = [
         InstalledRouter(router, settings, installation, layer) for layer, (router, settings) in enumerate(routers)
@@ -258,21 +264,13 @@ def routing_context(
 _FAMILY_OF = {name: row for row in MOE_FAMILIES.values() for name in row.routers}
 """Class of a router -> the family whose routers it is of."""
 
-_ROW = "_moesaic_row"
-"""The attribute of a router that holds the row of a family which is read off its class, and what its config says."""
-
-_OUR_ROUTER = "MoesaicRouter"
-
-OWN_BIAS = "e_score_correction_bias"
-"""Name of the bias in our routers."""
-
 
 def _settings(router: Any, name: str) -> RouterSettings:
     """What a router of this class does by itself."""
-    if _ROW in router.__dict__:
-        return _read_off(router, *router.__dict__[_ROW])
+    if ROW in router.__dict__:
+        return _read_off(router, *router.__dict__[ROW])
     own = RouterSettings(num_experts=router.num_experts, top_k=router.top_k, weighting="selected", cast_weights=True)
-    if name == _OUR_ROUTER:
+    if name == OUR_ROUTER:
         members: list[list[int]] = router.members or []
         group_of = {expert: group for group, experts in enumerate(members) for expert in experts if expert >= 0}
         groups = tuple(group_of[expert] for expert in range(router.num_experts)) if members else None
@@ -319,75 +317,6 @@ def _number(router: nn.Module, rule: Decision, *given: Any) -> Tensor | None:
     return given[names.index(rule.bias)].reshape(-1)
 
 
-def bias_tensors(model: nn.Module) -> dict[str, tuple[nn.Module, Tensor]]:
-    """Name -> router and tensor of the selection biases that the model stores itself, in the order of its layers."""
-    found: dict[str, tuple[nn.Module, Tensor]] = {}
-    named = dict((*model.named_parameters(), *model.named_buffers()))
-    for name, module in model.named_modules():
-        if (own := f"{name}.{OWN_BIAS}") in named and _is_ours(module):
-            found[own] = (module, named[own])
-        row: MoEFamily | None = module.__dict__.get(_ROW, (None,))[0]
-        if row is None or row.decision is None or row.decision.bias_on not in ("scores", "logits"):
-            continue
-        for place in (name, name.rpartition(".")[0]):
-            if (bias := f"{place}.{row.decision.bias}") in named:
-                found[bias] = (module, named[bias])
-    return found
-
-
-def own_bias(router: nn.Module) -> Tensor | None:
-    """The selection bias that a router holds as a tensor of the model, (experts,) in fp32; None where it has none."""
-    bias: Any = getattr(router, OWN_BIAS, None)
-    return bias
-
-
-def take_own_biases(model: nn.Module) -> Tensor | None:
-    """Take the biases off the routers of our architecture, so that training can move them: (layers, experts) or None.
-
-    The caller's config has to say that there are none; a result of training has them again. Other families' stay.
-    """
-    routers = [router for router in _our_routers(model) if own_bias(router) is not None]
-    if not routers:
-        return None
-    biases = torch.stack([router._buffers[OWN_BIAS].clone() for router in routers])  # pyright: ignore
-    for router in routers:
-        router._buffers[OWN_BIAS] = None
-    return biases
-
-
-def give_own_biases(model: nn.Module, bias_LE: Tensor) -> bool:
-    """Let the routers of our architecture hold their rows of a bias, as the config then says; False for other models.
-
-    A MoesaicError where the shape is another model's.
-    """
-    routers = _our_routers(model)
-    if not routers:
-        return False
-    experts: Any = routers[0].num_experts
-    if bias_LE.shape != (len(routers), experts):
-        raise _misfit(bias_LE, len(routers), experts)
-    for router, bias_E in zip(routers, bias_LE, strict=True):
-        place = router.weight.device  # pyright: ignore
-        router._buffers[OWN_BIAS] = bias_E.to(place, torch.float32, copy=True)  # pyright: ignore
-    model.config.selection_bias = True  # pyright: ignore[reportAttributeAccessIssue]
-    return True
-
-
-def _our_routers(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if _is_ours(module)]
-
-
-def _is_ours(module: nn.Module) -> bool:
-    return any(base.__name__ == _OUR_ROUTER for base in type(module).__mro__)
-
-
-def _misfit(bias_LE: Tensor, layers: int, experts: int) -> MoesaicError:
-    return MoesaicError(
-        f"selection_bias is {list(bias_LE.shape)}, but the model has {layers} MoE layers of {experts} experts; the "
-        "moesaic.json is another checkpoint's"
-    )
-
-
 def find_routers(model: nn.Module) -> list[tuple[nn.Module, RouterSettings]]:
     """Return the routers of a model in the order of its layers, with what each does by itself.
 
@@ -399,9 +328,9 @@ def find_routers(model: nn.Module) -> list[tuple[nn.Module, RouterSettings]]:
     for module in model.modules():
         names = [base.__name__ for base in type(module).__mro__]
         if seen is not None and any(name in seen[0].routers for name in names):
-            module.__dict__[_ROW] = seen
-        known = _ROW in module.__dict__
-        name = next((name for name in names if known or name == _OUR_ROUTER or name in _FAMILY_OF), None)
+            module.__dict__[ROW] = seen
+        known = ROW in module.__dict__
+        name = next((name for name in names if known or name == OUR_ROUTER or name in _FAMILY_OF), None)
         if name is not None:
             found.append((module, _settings(module, name)))
     if not found:

@@ -35,7 +35,7 @@ from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
 from moesaic.routing.config import RuleConfig
-from moesaic.routing.install import OWN_BIAS, bias_tensors
+from moesaic.routing.own_bias import OWN_BIAS, bias_tensors
 from moesaic.training.folder import remove
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.start import DTYPES, Trainable, token_ids

@@ -17,8 +17,9 @@ from moesaic.common.errors import MoesaicError
 from moesaic.modeling.cross_entropy import token_losses
 from moesaic.routing import pools
 from moesaic.routing.config import RuleConfig
-from moesaic.routing.install import find_installation, find_routers, install, own_bias, reinstall, routing_context
+from moesaic.routing.install import find_installation, find_routers, install, reinstall, routing_context
 from moesaic.routing.losses import balance_loss, measure_load, router_z_loss
+from moesaic.routing.own_bias import own_bias
 from moesaic.routing.pools import RoutingContext
 from tests.reference.naive_routing import random_documents
 from tests.tiny_models import VOCABULARY, tiny_model
