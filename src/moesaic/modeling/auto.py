@@ -11,7 +11,7 @@ from types import ModuleType
 from wrapt import register_post_import_hook
 
 from moesaic.families.dense_table import FAMILIES
-from moesaic.modeling.names import MOE_BASES, STEMS
+from moesaic.modeling.names import AUTO_CLASSES, MOE_BASES, STEMS
 
 _AUTO = "transformers.models.auto"
 
@@ -37,10 +37,11 @@ def _register_configs(configuration_auto: ModuleType) -> None:
 
 
 def _register_models(modeling_auto: ModuleType) -> None:
-    for mapping, names, kind in (
-        (modeling_auto.MODEL_MAPPING, modeling_auto.MODEL_MAPPING_NAMES, "Model"),
-        (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "ForCausalLM"),
-    ):
+    for auto, kind in AUTO_CLASSES.items():
+        if auto == "AutoConfig":
+            continue
+        mapping = getattr(modeling_auto, auto)._model_mapping
+        names = mapping._model_mapping
         for base, stem in _stems().items():
             model_type = f"moesaic_{base}"
             names[model_type] = f"Moesaic{stem}{kind}"

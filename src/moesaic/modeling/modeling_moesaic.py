@@ -4,10 +4,10 @@ This file is complete in itself: it needs torch and transformers only. A copy of
 Moesaic writes, so that ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` works where Moesaic is
 not installed.
 
-``Moesaic<Base>Config``, ``Moesaic<Base>Model`` and ``Moesaic<Base>ForCausalLM`` are made on first use, as subclasses of
-the base's own classes: attention, norms, rope, caching, generation and weight tying are the base's. Only the ``mlp`` of
-the layers in ``config.moe_layers`` is replaced; of a base that has experts itself only the routers are
-(``MoesaicGroupRouter``).
+``Moesaic<Base>Config``, ``Moesaic<Base>Model``, ``Moesaic<Base>ForCausalLM`` and the classes for classification of
+sequences and tokens and for question answering are made on first use, as subclasses of the base's own classes:
+attention, norms, rope, caching, generation and weight tying are the base's. Only the ``mlp`` of the layers in
+``config.moe_layers`` is replaced; of a base that has experts itself only the routers are (``MoesaicGroupRouter``).
 
 Letters in the names of tensors: T tokens, D hidden size, E routed experts, K experts per token, I width of an expert,
 G groups of experts, M members of the largest group, A = T * K assignments of a token to an expert, R rows (assignments
@@ -28,13 +28,22 @@ from transformers.activations import ACT2FN
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.generation.utils import GenerationMixin
 from transformers.integrations.moe import grouped_mm_experts_forward, use_experts_implementation
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import (
     CONFIG_MAPPING,
     CONFIG_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.utils import logging
 from transformers.utils.output_capturing import OutputRecorder
+
+logger = logging.get_logger(__name__)
 
 ROUTING_RULES = ("topk", "one_per_group")
 ROUTING_WEIGHTINGS = ("selected", "all", "sigmoid")
@@ -671,17 +680,38 @@ _TP_PLAN = {
     "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
     "layers.*.mlp.experts.down_proj": "rowwise",
     "layers.*.mlp.experts": "moe_tp_experts",
+}
+_SHARED_TP_PLAN = {
     "layers.*.mlp.shared_expert.gate_proj": "colwise",
     "layers.*.mlp.shared_expert.up_proj": "colwise",
     "layers.*.mlp.shared_expert.down_proj": "rowwise",
 }
 _EP_PLAN = {
     "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
-    "layers.*.mlp.experts.gate_up_proj_bias": "grouped_gemm",
     "layers.*.mlp.experts.down_proj": "grouped_gemm",
-    "layers.*.mlp.experts.down_proj_bias": "grouped_gemm",
     "layers.*.mlp.experts": "ep_dispatch_experts",
 }
+_BIAS_EP_PLAN = {
+    "layers.*.mlp.experts.gate_up_proj_bias": "grouped_gemm",
+    "layers.*.mlp.experts.down_proj_bias": "grouped_gemm",
+}
+
+
+def _tp_plan(config: Any, dense_plan: dict[str, Any]) -> dict[str, Any]:
+    """Rules for what is there: the base's own, of its FFNs where a layer has one, and those of MoE layers.
+
+    Experts with biases stay whole on every rank: each would add the whole bias to its part of the sum.
+    """
+    keeps_ffn = len(config.moe_layers) < config.num_hidden_layers
+    plan = {rule: how for rule, how in dense_plan.items() if keeps_ffn or ".mlp." not in rule}
+    if config.moe_layers:
+        plan |= {} if config.expert_mlp_bias else _TP_PLAN
+        plan |= _SHARED_TP_PLAN if config.num_shared_experts else {}
+    return plan
+
+
+def _ep_plan(config: Any) -> dict[str, Any]:
+    return (_EP_PLAN | (_BIAS_EP_PLAN if config.expert_mlp_bias else {})) if config.moe_layers else {}
 
 
 def _has_experts(base: str) -> bool:
@@ -718,8 +748,6 @@ def _make_dense_config_class(base: str, stem: str) -> type:
 
     class Config(parent):
         model_type = f"moesaic_{base}"
-        base_model_tp_plan = (parent.base_model_tp_plan or {}) | _TP_PLAN
-        base_model_ep_plan = _EP_PLAN
 
         num_experts: int = 8
         num_experts_per_tok: int = 2
@@ -744,6 +772,14 @@ def _make_dense_config_class(base: str, stem: str) -> type:
                 self.moe_layers = list(range(self.num_hidden_layers))
             self.auto_map = _auto_map(stem)
             check_moe_config(self)
+
+        @property
+        def base_model_tp_plan(self) -> dict[str, Any]:
+            return _tp_plan(self, parent.base_model_tp_plan or {})
+
+        @property
+        def base_model_ep_plan(self) -> dict[str, Any]:
+            return _ep_plan(self)
 
     return Config
 
@@ -806,10 +842,9 @@ def _check_groups(config: Any) -> None:
 
 
 class _MoesaicPreTrained:
-    """What the model and its causal-LM head share."""
+    """What the model and its heads share."""
 
     config: Any
-    _keep_in_fp32_modules_strict = ("e_score_correction_bias",)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
@@ -842,18 +877,24 @@ class _MoesaicModel(_MoesaicPreTrained):
             super().__init__(config)  # pyright: ignore[reportCallIssue]
             for position, layer in enumerate(config.moe_layers):
                 self.layers[layer].mlp = MoesaicSparseMoeBlock(config, position)  # pyright: ignore
+        if config.selection_bias:
+            self._keep_in_fp32_modules_strict |= {"e_score_correction_bias"}
         self.post_init()  # pyright: ignore
 
 
-class _MoesaicForCausalLM(_MoesaicPreTrained):
+class _MoesaicTask(_MoesaicPreTrained):
+    """A model with a head: the base's own causal LM, or one of transformers' generic heads, the same for every base."""
+
     model_class: type
 
     def __init__(self, config: Any):
-        wanted = config._experts_implementation
-        config._experts_implementation = None  # the dense model that is built in passing would refuse any other
+        # The dense model that is built in passing changes its config, and would refuse our experts' implementations.
+        dense = copy.deepcopy(config)
+        dense.__class__ = CONFIG_MAPPING[config.model_type.removeprefix("moesaic_")]
+        dense._experts_implementation = None
         with init.no_init_weights():
-            super().__init__(config)  # pyright: ignore[reportCallIssue]
-            config._experts_implementation = wanted
+            super().__init__(dense)  # pyright: ignore[reportCallIssue]
+            self.config = config
             self.model = self.model_class(config)
         self.post_init()  # pyright: ignore
 
@@ -913,9 +954,15 @@ def _make_causal_lm_class(base: str, stem: str) -> type:
         "__module__": __name__,
     }
     # GenerationMixin is named so that transformers sees it among the direct bases and leaves the class alone.
-    return _named(
-        type(name, (_MoesaicForCausalLM, parent, GenerationMixin), body), name, _auto_class="AutoModelForCausalLM"
-    )
+    return _named(type(name, (_MoesaicTask, parent, GenerationMixin), body), name, _auto_class="AutoModelForCausalLM")
+
+
+def _make_head_class(kind: str, generic: type, base: str, stem: str) -> type:
+    model_class: Any = _get(f"Moesaic{stem}Model")
+    parent = next(cls for cls in MODEL_MAPPING[CONFIG_MAPPING[base]].__mro__[1:] if issubclass(cls, PreTrainedModel))
+    body = {"config_class": model_class.config_class, "model_class": model_class, "__module__": __name__}
+    name = f"Moesaic{stem}{kind}"
+    return _named(type(name, (_MoesaicTask, generic, parent), body), name, _auto_class=f"AutoModel{kind}")
 
 
 def _with_router_logits(parent_forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -946,13 +993,31 @@ def _with_router_logits(parent_forward: Callable[..., Any]) -> Callable[..., Any
             aux_loss = load_balancing_loss(router_logits, seen[0].expert_ids, given.get("attention_mask"))
             if output.loss is not None:
                 output.loss = output.loss + config.router_aux_loss_coef * aux_loss.to(output.loss.device)
+        elif self.training and output.loss is not None:
+            _tell_that_nothing_balances(self.model)
         made = MoeCausalLMOutputWithPast(aux_loss=aux_loss, router_logits=router_logits, **output)
         return made if (config.return_dict if return_dict is None else return_dict) else made.to_tuple()
 
     functools.update_wrapper(forward, parent_forward)
     extra = inspect.Parameter("output_router_logits", inspect.Parameter.KEYWORD_ONLY, default=None)
-    forward.__signature__ = signature.replace(parameters=[*named, extra, rest])  # pyright: ignore
+    returned = tuple[Any, ...] | MoeCausalLMOutputWithPast
+    forward.__annotations__ = parent_forward.__annotations__ | {"return": returned}
+    forward.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
+        parameters=[*named, extra, rest], return_annotation=returned
+    )
     return forward
+
+
+def _tell_that_nothing_balances(model: Any) -> None:
+    """Say once that training goes on without a balancing loss, unless Moesaic's own callback watches the load."""
+    routers = [layer.mlp.gate for layer in model.layers if isinstance(layer.mlp, MoesaicSparseMoeBlock)]
+    watched = any(getattr(vars(router).get("_moesaic_router"), "watched", False) for router in routers)
+    if routers and not watched and not torch.compiler.is_compiling():
+        logger.warning_once(
+            "This mixture of experts trains without a balancing loss, so experts may fall out of use. Set "
+            "output_router_logits=True in the model's config (its router_aux_loss_coef then counts), or add "
+            "moesaic.RoutingCallback(balance=...) to the trainer."
+        )
 
 
 def load_balancing_loss(
@@ -986,16 +1051,22 @@ def _kept_tokens(attention_mask: Tensor | None, logits_TE: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 # The classes are made when they are asked for, so that only the base in use is imported.
 
+_HEADS = {
+    "ForSequenceClassification": GenericForSequenceClassification,
+    "ForTokenClassification": GenericForTokenClassification,
+    "ForQuestionAnswering": GenericForQuestionAnswering,
+}
 _MAKERS: dict[str, Callable[[str, str], type]] = {
     "Config": _make_config_class,
     "Model": _make_model_class,
     "ForCausalLM": _make_causal_lm_class,
+    **{kind: functools.partial(_make_head_class, kind, generic) for kind, generic in _HEADS.items()},
 }
 
 
 def _auto_map(stem: str) -> dict[str, str]:
-    kinds = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
-    return {auto: f"modeling_moesaic.Moesaic{stem}{kind}" for auto, kind in kinds.items()}
+    autos = {kind if kind in ("Config", "Model") else f"Model{kind}": kind for kind in _MAKERS}
+    return {f"Auto{auto}": f"modeling_moesaic.Moesaic{stem}{kind}" for auto, kind in autos.items()}
 
 
 def _named(cls: type, name: str, **attributes: Any) -> type:

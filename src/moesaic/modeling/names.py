@@ -10,6 +10,16 @@ from moesaic.families.family import DenseTwin, base_of
 from moesaic.families.moe_table import MOE_FAMILIES
 from moesaic.families.support import tested
 
+AUTO_CLASSES = {
+    "AutoConfig": "Config",
+    "AutoModel": "Model",
+    **{
+        f"AutoModel{kind}": kind
+        for kind in ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+    },
+}
+"""Auto class of transformers -> the end of the name of ours."""
+
 STEMS = {row.model_type: row.stem for row in FAMILIES.values()}
 """Model type of a dense base -> the stem of its class names."""
 
@@ -31,11 +41,7 @@ def class_names(base_model_type: str) -> dict[str, Any]:
     return {
         "model_type": f"moesaic_{base_model_type}",
         "architectures": [f"Moesaic{stem}ForCausalLM"],
-        "auto_map": {
-            "AutoConfig": f"modeling_moesaic.Moesaic{stem}Config",
-            "AutoModel": f"modeling_moesaic.Moesaic{stem}Model",
-            "AutoModelForCausalLM": f"modeling_moesaic.Moesaic{stem}ForCausalLM",
-        },
+        "auto_map": {auto: f"modeling_moesaic.Moesaic{stem}{kind}" for auto, kind in AUTO_CLASSES.items()},
     }
 
 

@@ -34,7 +34,8 @@ from moesaic.loading import load_generation_config
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
-from moesaic.routing.install import OWN_BIAS, bias_tensors
+from moesaic.routing.config import RuleConfig
+from moesaic.routing.own_bias import OWN_BIAS, bias_tensors
 from moesaic.training.folder import remove
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.start import DTYPES, Trainable, token_ids
@@ -208,7 +209,8 @@ def _write_config(run: "Session", folder: Path) -> dict[str, Any]:
     ours = base_of(config.model_type) is not None
     if ours:
         bias = {"selection_bias": bool(own_biases(trainable))} if our_base(config.model_type) else {}
-        for key, value in (_inference_rule(trainable) | bias).items():
+        rule = inference_rule(trainable.installation and trainable.installation.config)
+        for key, value in (rule | bias).items():
             setattr(config, key, value)
     source = open_checkpoint(recipe.model).config if isinstance(recipe.model, str) and not run.expansions else {}
     written = with_source_keys(config.to_diff_dict(), source)
@@ -221,9 +223,8 @@ def _write_config(run: "Session", folder: Path) -> dict[str, Any]:
     return written
 
 
-def _inference_rule(trainable: Trainable) -> dict[str, Any]:
+def inference_rule(rule: RuleConfig | None) -> dict[str, Any]:
     """What config.json of our architecture says, so that engines without moesaic.json route as the run trained."""
-    rule = None if trainable.installation is None else trainable.installation.config
     if rule is None or rule.rule not in ROUTING_RULES:
         return {}
     if rule.rule == "topk":
