@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from moesaic.common.shown import Shown
 from moesaic.families.costs import FLOPS_FORMULA, number, size
 from moesaic.families.counting import ParameterCount
 
@@ -18,8 +19,8 @@ class PlanRecipe:
     """Sequence length in tokens that FLOPs and the key/value cache are stated for. Default: 4096."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanReport:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlanReport(Shown):
     """Sizes and costs of a checkpoint or of what a recipe makes.
 
     Attributes:
