@@ -163,7 +163,7 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
 
 
-_CELL = ("table", "row", "column", "value", "low", "high", "best")
+_CELL: tuple[str, ...] = ("table", "row", "column", "value", "low", "high", "best")
 
 
 def cells(tables: Iterable[Table]) -> list[dict[str, Any]]:
