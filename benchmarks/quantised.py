@@ -145,7 +145,7 @@ def main() -> None:
         nbytes = make(source, arguments.layers)
         import moesaic
 
-        content = moesaic.select(str(source), keep=len(KEPT), method="random").to_json()
+        content = moesaic.select(str(source), keep=len(KEPT), method="random").to_dict()
         selection.write_text(json.dumps({**content, "kept": [KEPT] * arguments.layers}))
         started = time.monotonic()
         done = subprocess.run(

@@ -116,5 +116,5 @@ def naive(tensors: dict[str, Tensor], name: str) -> Tensor:
             dtype=torch.float64,
         )
     codes, scales = tensors[name].double(), tensors[f"{name}_scale_inv"].double()
-    rows, columns = (torch.arange(size) // BLOCK for size in codes.shape)
-    return codes * scales[rows][:, columns]
+    block_rows, block_columns = (torch.arange(size) // BLOCK for size in codes.shape)
+    return codes * scales[block_rows][:, block_columns]

@@ -211,11 +211,11 @@ def test_rules_of_ours_are_refused_where_the_family_decides_itself(tmp_path):
     with torch.no_grad():
         assert torch.equal(model(TOKENS, use_cache=False).logits, expected)
     for refused in (
-        {"rule": "topk"},
-        {"rule": "one_per_group", "group_score": "mean"},
-        {"rule": "document_pool", "pool_size": 4},
+        RuleConfig(rule="topk"),
+        RuleConfig(rule="one_per_group", group_score="mean"),
+        RuleConfig(rule="document_pool", pool_size=4),
     ):
         with pytest.raises(MoesaicError, match="routing"):
-            install(model, RuleConfig(**refused))
+            install(model, refused)
     with pytest.raises(MoesaicError, match=r"losses\.bias_balancing"):
         install(model, RuleConfig(), selection_bias=True)

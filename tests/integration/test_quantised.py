@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 import moesaic
 from moesaic.checkpoint.lazy import stored
@@ -44,7 +45,7 @@ def in_bf16(folder: Path, out: Path) -> Path:
 
 
 def selection(source: Path, file: Path, ids: list[int]) -> Path:
-    content = moesaic.select(source, method="random", keep=len(ids)).to_json()
+    content = moesaic.select(source, method="random", keep=len(ids)).to_dict()
     file.write_text(json.dumps({**content, "kept": [ids] * len(content["kept"])}))
     return file
 

@@ -312,7 +312,7 @@ def scheme_of(settings: Mapping[str, Any], name: str) -> Scheme:
     known = method if isinstance(method, str) else None
     if known == "compressed-tensors" and form != "pack-quantized":
         known, method = None, f"compressed-tensors, format {form}"
-    if known not in SCHEMES:
+    if known is None or known not in SCHEMES:
         readers = ", ".join(scheme.title for scheme in SCHEMES.values())
         raise MoesaicError(
             f"{name}: is quantised ({method or 'unknown method'}); there are readers for {readers} only{WAY_OUT}"

@@ -49,7 +49,9 @@ def _stem_of_moe(base_model_type: str) -> str | None:
     """The stem of a family that has experts itself: transformers' own name; None for a family that is not one."""
     if base_model_type not in MOE_BASES:
         return None
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import (
+        CONFIG_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
+    )
 
     return CONFIG_MAPPING_NAMES[base_model_type].removesuffix("Config")
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from moesaic.common.errors import MoesaicError
+from moesaic.common.shown import Shown
 from moesaic.families.costs import FLOPS_FORMULA, number, size
 from moesaic.families.counting import ParameterCount
 from moesaic.planning.serving import Device, Gpu, Serving
@@ -37,8 +38,8 @@ class PlanRecipe:
             raise MoesaicError(f"price must be a number of at least 0, got {self.price}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanReport:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlanReport(Shown):
     """Sizes and costs of a checkpoint or of what a recipe makes.
 
     Attributes:

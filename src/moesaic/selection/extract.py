@@ -31,7 +31,7 @@ from moesaic.routing.subset import Selection, check_counts, cut_routing, load_se
 from moesaic.selection.recipe import ExtractRecipe
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ExtractResult(WriteResult):
     """What was made."""
 

@@ -37,7 +37,7 @@ _OF_THE_FULL_MODEL = ("routing", "experts", "lineage")
 """Keys of its moesaic.json that stay true: the training rule, and which experts of which models its experts are."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MergeBackResult(WriteResult):
     """What was made."""
 

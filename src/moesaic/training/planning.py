@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moesaic.checkpoint.source import open_headers
+from moesaic.common.shown import Shown
 from moesaic.families.costs import attention_layers, flops_per_token, language_config, number, size
 from moesaic.families.counting import ParameterCount, Shapes, config_shapes, count_shapes, is_routed, layer_of
 from moesaic.families.dense_table import FAMILIES
@@ -72,8 +73,8 @@ class Memory:
         return self.state + self.gathered + self.activations
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainPlan:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TrainPlan(Shown):
     """What a run amounts to."""
 
     subject: str
