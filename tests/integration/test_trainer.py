@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 import moesaic
 from moesaic.common.errors import MoesaicError

@@ -674,6 +674,7 @@ class _MoesaicPreTrained:
     """What the model and its heads share."""
 
     config: Any
+    _keep_in_fp32_modules_strict: Any
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
@@ -707,7 +708,7 @@ class _MoesaicModel(_MoesaicPreTrained):
             for position, layer in enumerate(config.moe_layers):
                 self.layers[layer].mlp = MoesaicSparseMoeBlock(config, position)  # pyright: ignore
         if config.selection_bias:
-            self._keep_in_fp32_modules_strict |= {"e_score_correction_bias"}
+            self._keep_in_fp32_modules_strict = {*self._keep_in_fp32_modules_strict, "e_score_correction_bias"}
         self.post_init()  # pyright: ignore
 
 
@@ -759,7 +760,8 @@ def _make_causal_lm_class(base: str, stem: str) -> type:
 
 def _make_head_class(kind: str, generic: type, base: str, stem: str) -> type:
     model_class: Any = _get(f"Moesaic{stem}Model")
-    parent = next(cls for cls in MODEL_MAPPING[CONFIG_MAPPING[base]].__mro__[1:] if issubclass(cls, PreTrainedModel))
+    dense: Any = MODEL_MAPPING[CONFIG_MAPPING[base]]
+    parent = next(cls for cls in dense.__mro__[1:] if issubclass(cls, PreTrainedModel))
     body = {"config_class": model_class.config_class, "model_class": model_class, "__module__": __name__}
     name = f"Moesaic{stem}{kind}"
     return _named(type(name, (_MoesaicTask, generic, parent), body), name, _auto_class=f"AutoModel{kind}")
