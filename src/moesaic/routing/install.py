@@ -184,6 +184,8 @@ def install(model: nn.Module, config: RuleConfig, *, selection_bias: Tensor | bo
     that do not fit it.
     """
     routers = find_routers(model)
+    if selection_bias is not None and selection_bias is not False:
+        _refuse_bias_of_groups(routers)
     if isinstance(selection_bias, bool):
         selection_bias = _first_bias(model, routers) if selection_bias else None
     elif selection_bias is not None and selection_bias.shape != (len(routers), routers[0][1].num_experts):
@@ -200,6 +202,14 @@ def install(model: nn.Module, config: RuleConfig, *, selection_bias: Tensor | bo
         state.router.forward = state.forward  # pyright: ignore[reportAttributeAccessIssue]
         installation.routers.append(state.router)
     return installation
+
+
+def _refuse_bias_of_groups(routers: list[tuple[nn.Module, RouterSettings]]) -> None:
+    if any(settings.own is not None and settings.groups is not None for _, settings in routers):
+        raise MoesaicError(
+            "losses.bias_balancing: this family's routers choose between groups of experts, and follow no bias of "
+            "ours; use losses.balance"
+        )
 
 
 def _first_bias(model: nn.Module, routers: list[tuple[nn.Module, RouterSettings]]) -> Tensor:
@@ -268,20 +278,21 @@ _FAMILY_OF = {name: row for row in MOE_FAMILIES.values() for name in row.routers
 def _settings(router: Any, name: str) -> RouterSettings:
     """What a router of this class does by itself."""
     if ROW in router.__dict__:
-        return _read_off(router, *router.__dict__[ROW])
-    own = RouterSettings(num_experts=router.num_experts, top_k=router.top_k, weighting="selected", cast_weights=True)
-    if name == OUR_ROUTER:
-        members: list[list[int]] = router.members or []
-        group_of = {expert: group for group, experts in enumerate(members) for expert in experts if expert >= 0}
-        groups = tuple(group_of[expert] for expert in range(router.num_experts)) if members else None
-        return replace(
-            own,
-            weighting=router.weighting,
-            groups=groups,
-            group_score=router.group_score,
-            routed_scaling_factor=router.routed_scaling_factor,
+        own = _read_off(router, *router.__dict__[ROW])
+    else:
+        own = RouterSettings(
+            num_experts=router.num_experts, top_k=router.top_k, weighting="selected", cast_weights=True
         )
-    return replace(own, **_as_written(router, _FAMILY_OF[name]))
+        if name == OUR_ROUTER:
+            own = replace(own, weighting=router.weighting, routed_scaling_factor=router.routed_scaling_factor)
+        else:
+            own = replace(own, **_as_written(router, _FAMILY_OF[name]))
+    members: list[list[int]] | None = getattr(router, "members", None)
+    if not members:
+        return own
+    group_of = {expert: group for group, experts in enumerate(members) for expert in experts if expert >= 0}
+    groups = tuple(group_of[expert] for expert in range(own.num_experts))
+    return replace(own, groups=groups, group_score=router.group_score)
 
 
 def _as_written(router: Any, row: MoEFamily) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moesaic.checkpoint.source import open_headers
+from moesaic.common.shown import Shown
 from moesaic.families.costs import attention_layers, flops_per_token, language_config, number, size
 from moesaic.families.counting import ParameterCount, Shapes, config_shapes, count_shapes, is_routed, layer_of
 from moesaic.families.dense_table import FAMILIES
@@ -72,8 +73,8 @@ class Memory:
         return self.state + self.gathered + self.activations
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainPlan:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TrainPlan(Shown):
     """What a run amounts to."""
 
     subject: str
@@ -208,14 +209,20 @@ def _scratch_shapes(scratch: ScratchModel) -> tuple[Shapes, Mapping[str, Any]]:
     model_type = str(config["model_type"])
     if model_type in FAMILIES or our_base(model_type):
         return config_shapes(config), config
-    import torch
-    from transformers import AutoModelForCausalLM
-
     from moesaic.training.start import make_config, makes_a_model
 
     made = make_config(scratch)
-    with torch.device("meta"), makes_a_model(scratch.family):
-        model = AutoModelForCausalLM.from_config(made)
+    with makes_a_model(scratch.family):
+        return class_shapes(made)
+
+
+def class_shapes(config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+    """Tensor name -> shape of the class of a transformers config, and its text config with what counting reads."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tensors = dict(model.named_parameters())
     tensors |= {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
