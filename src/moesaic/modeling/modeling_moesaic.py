@@ -845,6 +845,7 @@ class _MoesaicPreTrained:
     """What the model and its heads share."""
 
     config: Any
+    _keep_in_fp32_modules_strict: Any
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
@@ -878,7 +879,7 @@ class _MoesaicModel(_MoesaicPreTrained):
             for position, layer in enumerate(config.moe_layers):
                 self.layers[layer].mlp = MoesaicSparseMoeBlock(config, position)  # pyright: ignore
         if config.selection_bias:
-            self._keep_in_fp32_modules_strict |= {"e_score_correction_bias"}  # pyright: ignore
+            self._keep_in_fp32_modules_strict = {*self._keep_in_fp32_modules_strict, "e_score_correction_bias"}
         self.post_init()  # pyright: ignore
 
 

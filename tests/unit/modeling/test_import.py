@@ -86,6 +86,7 @@ WITHOUT_MOESAIC = """
 
     sys.meta_path.insert(0, Blocker())
     import torch
+    import transformers
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     ids = torch.arange(3, 23).view(2, 10)
@@ -95,6 +96,11 @@ WITHOUT_MOESAIC = """
         logits = model(ids).logits
         hidden = AutoModel.from_pretrained(folder, trust_remote_code=True)(ids).last_hidden_state
         assert hidden.shape == (2, 10, 32)
+        for task in ("SequenceClassification", "TokenClassification", "QuestionAnswering"):
+            auto = getattr(transformers, "AutoModelFor" + task)
+            head = auto.from_pretrained(folder, trust_remote_code=True, num_labels=3)
+            assert type(head).__module__.startswith("transformers_modules."), type(head).__module__
+            assert head.model(ids).last_hidden_state.equal(hidden)
         tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
         out = folder + "-out"
         model.save_pretrained(out)
