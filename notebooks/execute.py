@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import matplotlib.font_manager  # noqa: F401 (its first import says on stderr that it makes a cache)
 import nbformat
 from nbclient import NotebookClient
 

@@ -178,7 +178,7 @@ def check_counts(
     if least < active:
         way_out = f"keep at least {active}, or lower it with --top-k {least}"
         raise MoesaicError(f"{where}: keeps {least} experts, but each token uses {active}; {way_out}")
-    _check_groups(source, config, kept, active, where)
+    _check_groups(source, config, _one_of_each(config, kept), active, where)
     _check_own_groups(config, kept, active, where)
     return active
 
@@ -207,6 +207,17 @@ def _check_groups(
                 f"{where}: layer {layer} keeps {counts[0]} experts per group and a token sees {used} groups, but it "
                 f"uses {active} experts; keep more, or lower it with --top-k {counts[0] * used}"
             )
+
+
+def _one_of_each(config: Mapping[str, Any], kept: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    """Of copies that our `one_per_group` uses as one, the first that is kept: a family's own groups count these."""
+    groups = own_groups(config, len(kept))
+    if groups is None:
+        return kept
+    firsts = [
+        {of_layer[expert]: expert for expert in reversed(ids)} for of_layer, ids in zip(groups, kept, strict=True)
+    ]
+    return [sorted(first.values()) for first in firsts]
 
 
 def _check_own_groups(config: Mapping[str, Any], kept: Sequence[Sequence[int]], active: int, where: str) -> None:

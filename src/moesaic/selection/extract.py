@@ -87,7 +87,7 @@ def extract(
 
 def resolve_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -> tuple[NewCheckpoint, int]:
     """The new checkpoint, resolved from headers, and its number of active experts."""
-    source = open_checkpoint(recipe.checkpoint)
+    source = open_checkpoint(recipe.checkpoint, as_stored=True)
     model = detect_running(source)
     identity = describe(source, model)
     refuse_other_model(selection.source, identity, recipe.selection)

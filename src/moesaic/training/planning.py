@@ -209,14 +209,20 @@ def _scratch_shapes(scratch: ScratchModel) -> tuple[Shapes, Mapping[str, Any]]:
     model_type = str(config["model_type"])
     if model_type in FAMILIES or our_base(model_type):
         return config_shapes(config), config
-    import torch
-    from transformers import AutoModelForCausalLM
-
     from moesaic.training.start import make_config, makes_a_model
 
     made = make_config(scratch)
-    with torch.device("meta"), makes_a_model(scratch.family):
-        model = AutoModelForCausalLM.from_config(made)
+    with makes_a_model(scratch.family):
+        return class_shapes(made)
+
+
+def class_shapes(config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+    """Tensor name -> shape of the class of a transformers config, and its text config with what counting reads."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tensors = dict(model.named_parameters())
     tensors |= {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}

@@ -30,13 +30,14 @@ from moesaic.common.progress import warn
 from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.common.shown import Shown
 from moesaic.families.counting import count_shapes
-from moesaic.families.family import our_base
+from moesaic.families.family import base_of, our_base
 from moesaic.families.moe import PREDICTION_KEYS
 from moesaic.loading import load_generation_config
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
-from moesaic.routing.install import OWN_BIAS, bias_tensors
+from moesaic.routing.config import RuleConfig
+from moesaic.routing.own_bias import OWN_BIAS, bias_tensors
 from moesaic.training.folder import remove
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.start import DTYPES, Trainable, token_ids
@@ -214,9 +215,11 @@ def _write_config(run: "Session", folder: Path) -> dict[str, Any]:
     config = trainable.config
     config.dtype = DTYPES[recipe.precision]
     config.architectures = [type(trainable.model).__name__.removeprefix("FSDP")]
-    ours = our_base(config.model_type) is not None
+    ours = base_of(config.model_type) is not None
     if ours:
-        for key, value in (_inference_rule(trainable) | {"selection_bias": bool(own_biases(trainable))}).items():
+        bias = {"selection_bias": bool(own_biases(trainable))} if our_base(config.model_type) else {}
+        rule = inference_rule(trainable.installation and trainable.installation.config)
+        for key, value in (rule | bias).items():
             setattr(config, key, value)
     source = open_checkpoint(recipe.model).config if isinstance(recipe.model, str) and not run.expansions else {}
     written = with_source_keys(config.to_diff_dict(), source)
@@ -229,9 +232,8 @@ def _write_config(run: "Session", folder: Path) -> dict[str, Any]:
     return written
 
 
-def _inference_rule(trainable: Trainable) -> dict[str, Any]:
+def inference_rule(rule: RuleConfig | None) -> dict[str, Any]:
     """What config.json of our architecture says, so that engines without moesaic.json route as the run trained."""
-    rule = None if trainable.installation is None else trainable.installation.config
     if rule is None or rule.rule not in ROUTING_RULES:
         return {}
     if rule.rule == "topk":
