@@ -1,5 +1,5 @@
 # setup: .venv with moesaic and its lab      demo: a small real model, dense to MoE, in a few minutes
-# test: lint, then every test                 lint: ruff, pyright, import-linter        bench: speed and memory
+# test: lint, then every test                 lint: ruff, pyright, import-linter, site        bench: speed and memory
 # site: the documentation as pages, in build/site                      notebooks: run them and keep their outputs
 # browser: Chromium for tests/browser, if there is none
 # fuzz: edits of every document that the tool reads, for MINUTES=60; prints what came of them
@@ -37,6 +37,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 test: lint browser
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2
@@ -50,6 +51,7 @@ browser: setup
 
 site: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo open $(CURDIR)/build/site/index.html
 
 notebooks: setup
 	$(TEST_ENVIRONMENT) $(BIN)/python notebooks/execute.py

@@ -23,7 +23,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import initialization as init
+
+try:
+    from transformers import initialization as init
+except ImportError as error:
+    raise ImportError("this model needs transformers 5.24 or newer: pip install --upgrade transformers") from error
 from transformers.activations import ACT2FN
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.generation.utils import GenerationMixin

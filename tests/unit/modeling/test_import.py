@@ -132,3 +132,16 @@ def test_remote_code_works_without_moesaic(tmp_path: Path) -> None:
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
         assert found["tokens"].equal(expected), base
         assert (out / "modeling_moesaic.py").read_bytes() == modeling_file().read_bytes()
+
+
+def test_an_older_transformers_is_named_in_one_line(tmp_path: Path) -> None:
+    code = """
+        import runpy, sys
+        sys.modules["transformers.initialization"] = None  # which came with 5
+        try:
+            runpy.run_path(sys.argv[1])
+        except ImportError as error:
+            print(error)
+    """
+    said = python(code, modeling_file(), cache=tmp_path)
+    assert said.splitlines() == ["this model needs transformers 5.24 or newer: pip install --upgrade transformers"]
