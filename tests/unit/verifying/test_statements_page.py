@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 from typing import get_args
 
+from moesaic.common.statement import Code
+
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "statements.md").read_text(encoding="utf-8")
 
