@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from moesaic.checkpoint.headers import VOCABULARY_FILES, load_json
+from moesaic.checkpoint.headers import VOCABULARY_FILES
 from moesaic.checkpoint.lazy import stored
 from moesaic.checkpoint.quantised import KEYS
 from moesaic.checkpoint.record import read_provenance, side_files
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import load_json
 from moesaic.common.progress import warn
 from moesaic.common.recipe import load_document
 from moesaic.families.config_values import TOKEN_KINDS, check_fits, check_values, refuse_giant

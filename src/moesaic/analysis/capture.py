@@ -31,8 +31,9 @@ from torch import Tensor, nn
 
 from moesaic.analysis.documents import Sample
 from moesaic.checkpoint.output import require_disk
-from moesaic.checkpoint.pio import allocate, explained, read_into, write_all
+from moesaic.checkpoint.pio import allocate, read_into, write_all
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import explained
 from moesaic.common.numbers import NotFiniteError
 from moesaic.common.progress import progress
 from moesaic.modeling.finite import first_not_finite, is_finite

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.config_file import ROPE_KEYS, rope_parameters
-from moesaic.checkpoint.headers import TensorInfo, load_json
+from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.source import Checkpoint, file_inside, open_checkpoint
 from moesaic.checkpoint.writer import Layout, OutputTensor, parse_size, plan_files
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import load_json
 from moesaic.common.layer_ranges import parse_layers
 from moesaic.families.counting import config_shapes, layer_of
 from moesaic.families.dense import DenseModel, detect
