@@ -40,11 +40,11 @@ class HeldOut:
     share: float
     seed: int
     rows: frozenset[str] | None = None
-    """Digests of the rows, where a selection says them; None: the draw by the number of the row says."""
+    """Digests of the rows, where a selection says them; None: the draw by a row's content says."""
 
-    def holds(self, number: int, digest: str) -> bool:
-        """Whether a row is in it; its content decides where it is known."""
-        return digest in self.rows if self.rows is not None else in_split(number, share=self.share, seed=self.seed)
+    def holds(self, digest: str) -> bool:
+        """Whether a row is in it, by its content."""
+        return digest in self.rows if self.rows is not None else in_split(digest, share=self.share, seed=self.seed)
 
     def record(self) -> dict[str, Any]:
         """What results say of it."""
@@ -149,7 +149,7 @@ def _rows(file: Path, benchmark: Benchmark, held_out: HeldOut | None) -> Iterato
     """Part, row and place of what a file has of a benchmark."""
     for number, record in enumerate(read_records(rows_file(file), None, lambda _amount: None)):
         digest = record_digest(record.fields)
-        if held_out is not None and held_out.holds(number, digest):
+        if held_out is not None and held_out.holds(digest):
             continue
         part = _part(record, benchmark.part_field)
         for row in _adapted(record, benchmark):

@@ -175,7 +175,8 @@ def _of_lm_eval(path: Path, values: Mapping[str, Any]) -> Found:
         raise MoesaicError(
             f"{path}: runs programs that the model writes, and lm-eval does not isolate them; not by path"
         )
-    benchmark = Benchmark(title=name, metric="", fields={}, definition=path)
+    training = values.get("training_split")
+    benchmark = Benchmark(title=name, metric="", fields={}, definition=path, shot_split=training)
     return Found(name=name, shots=int(values.get("num_fewshot") or 0), task=benchmark)
 
 

@@ -33,7 +33,7 @@ def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
         parts={NAME: scale.expand},
         vocabulary=scale.expand.model.vocabulary,
         seeds=seeds,
-        steps_of_seed=lambda domains, seed: _Seed(scale.expand, domains, seed).steps(),
+        steps_of_seed=lambda domains, seed: Growing(scale.expand, domains, seed).steps(),
         notices=_notices(scale.expand),
     )
 
@@ -66,7 +66,7 @@ def _notices(scale: ExpandScale) -> tuple[str, ...]:
     )
 
 
-class _Seed:
+class Growing:
     """The steps of one seed."""
 
     def __init__(self, scale: ExpandScale, domains: Sequence[str], seed: int) -> None:
@@ -128,16 +128,26 @@ class _Seed:
 
     def _growing(self, experts: int, share: float, treatments: Sequence[Treatment]) -> Iterator[Step]:
         """The small model so far; then grow it in every way and train each on."""
-        labels = {"model": "before", "experts": experts}
-        before = self._before(f"before-{experts}-{share:g}", self._moe(experts), share, labels, losses=_LOSSES)
+        before = self.before(experts, share)
         yield train_step(before)
+        options = {treatment: self._options(treatment) for treatment in treatments}
+        yield self.grown(before, experts, share, options)
+
+    def before(self, experts: int, share: float) -> Run:
+        """The small model so far."""
+        labels = {"model": "before", "experts": experts}
+        return self._before(f"before-{experts}-{share:g}", self._moe(experts), share, labels, losses=_LOSSES)
+
+    def grown(self, before: Run, experts: int, share: float, options: Mapping[str, Command]) -> Step:
+        """Grow the small model in every way, a name and options of `expand`, and train each on."""
         parts: list[Run | Command] = []
-        for treatment in treatments:
+        for treatment, chosen in options.items():
             labels = {"model": "grown", "treatment": treatment}
             run = self._after(f"grown-{experts}-{share:g}-{treatment}", experts, share, labels)
             grow = ("expand", before.folder, str(run.model), "--experts", str(_GROWTH * experts))
-            parts += [(*grow, *self._options(treatment), *self.last), run]
-        yield train_step(*parts, name=f"grown-{experts}-{share:g}-{self.mine.seed}", needs=(before.name,))
+            last = self.last[2:] if "--seed" in chosen else self.last
+            parts += [(*grow, *chosen, *last), run]
+        return train_step(*parts, name=f"grown-{experts}-{share:g}-{self.mine.seed}", needs=(before.name,))
 
     def _sparse(self, share: float) -> Iterator[Step]:
         """Sparse upcycling: copies of a dense FFN as wide as one expert, the same architecture as the grown models."""
