@@ -172,7 +172,7 @@ def test_a_dry_run_and_a_run_say_what_is_wrong_with_a_task(routed: Path, evals: 
     (evals / "alone.yaml").write_text("kind: generation\ndata: gsm8k.test.jsonl\n")
     data = {"sequence_length": 64, "packing": False, "epochs": 1}
     cases = {
-        "no such task; did you mean arc_easy": {"task": "arc_eazy"},
+        "no such task; did you mean 'arc_easy'": {"task": "arc_eazy"},
         "no piqa.train.jsonl": {"task": "piqa", "data_dir": str(evals)},
         "has no training rows": {"task": str(evals / "alone.yaml")},
     }

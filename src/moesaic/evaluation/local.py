@@ -196,9 +196,11 @@ def _not_a_row(record: Record, benchmark: Benchmark, missing: str) -> MoesaicErr
     forms = [", ".join(benchmark.fields)]
     if benchmark.local is not None:
         forms.append(", ".join(name for name in benchmark.local if lacking({name: benchmark.local[name]}, {})))
+    # A task of one's own has no rows on the hub.
+    known = f"its file asks for {forms[-1]}" if benchmark.paths else f"the hub's are {', or those here '.join(forms)}"
     return MoesaicError(
-        f"{record.where}: not a row of {benchmark.title} (no field {missing!r}); it has "
-        f"{', '.join(map(str, record.fields))}, and the hub's fields are {', or those here '.join(forms)}"
+        f"{record.where}: not a row of {benchmark.title} (no field {missing!r}); its fields are "
+        f"{', '.join(map(str, record.fields))}, and {known}"
     )
 
 

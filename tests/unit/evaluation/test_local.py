@@ -70,7 +70,7 @@ def test_what_local_rows_become():
         (
             "piqa",
             {"goal": "g", "sol1": "a"},
-            r"not a row of PIQA \(no field 'question'\); it has goal, sol1, and the hub's",
+            r"not a row of PIQA \(no field 'question'\); its fields are goal, sol1, and the hub's are",
         ),
         ("piqa", {"question": "q", "choices": ["a", "b", "c"], "answer": 0}, r"choices: expected 2 values, got 3"),
         (

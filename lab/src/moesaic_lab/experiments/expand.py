@@ -118,12 +118,12 @@ class Growing:
         optimizer = {"schedule": "linear", "min_lr": rate, "warmup_steps": self.warmup}
         return self.mine.run(name, model, train, labels={**labels, "share": share}, optimizer=optimizer, **more)
 
-    def _after(self, name: str, experts: int, share: float, labels: Mapping[str, Any]) -> Run:
+    def _after(self, name: str, experts: int, share: float, labels: Mapping[str, Any], **more: Any) -> Run:
         """The second part, of the model in grown/NAME."""
         before, train, rate = self._parts(share)
         optimizer = {"schedule": "linear", "lr": rate, "min_lr": 0.0, "warmup_steps": 0}
         sizes = {"from": experts, "experts": _GROWTH * experts, "top_k": self.scale.top_k, "share": share}
-        how = {"stage": 1, "before": before.whole_tokens, "losses": _LOSSES, "optimizer": optimizer}
+        how = {"stage": 1, "before": before.whole_tokens, "losses": _LOSSES, "optimizer": optimizer, **more}
         return self.mine.run(name, f"grown/{name}-{self.mine.seed}", train, labels={**labels, **sizes}, **how)
 
     def _growing(self, experts: int, share: float, treatments: Sequence[Treatment]) -> Iterator[Step]:
@@ -138,12 +138,14 @@ class Growing:
         labels = {"model": "before", "experts": experts}
         return self._before(f"before-{experts}-{share:g}", self._moe(experts), share, labels, losses=_LOSSES)
 
-    def grown(self, before: Run, experts: int, share: float, options: Mapping[str, Command]) -> Step:
-        """Grow the small model in every way, a name and options of `expand`, and train each on."""
+    def grown(
+        self, before: Run, experts: int, share: float, options: Mapping[str, Command], **more: Mapping[str, Any]
+    ) -> Step:
+        """Grow the small model in every way, a name and options of `expand`, and train each on with `more` keys."""
         parts: list[Run | Command] = []
         for treatment, chosen in options.items():
             labels = {"model": "grown", "treatment": treatment}
-            run = self._after(f"grown-{experts}-{share:g}-{treatment}", experts, share, labels)
+            run = self._after(f"grown-{experts}-{share:g}-{treatment}", experts, share, labels, **more)
             grow = ("expand", before.folder, str(run.model), "--experts", str(_GROWTH * experts))
             last = self.last[2:] if "--seed" in chosen else self.last
             parts += [(*grow, *chosen, *last), run]
