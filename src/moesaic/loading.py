@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from moesaic.checkpoint.headers import VOCABULARY_FILES, load_json
+from moesaic.checkpoint.lazy import stored
+from moesaic.checkpoint.quantised import KEYS
 from moesaic.checkpoint.record import read_provenance, side_files
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import warn
 from moesaic.common.recipe import load_document
-from moesaic.families.config_values import check_fits, refuse_giant
+from moesaic.families.config_values import TOKEN_KINDS, check_fits, check_values, refuse_giant
 from moesaic.families.counting import predicts
 from moesaic.families.moe import prediction_notices
 from moesaic.families.moe_table import way_out
@@ -63,12 +65,17 @@ def load(
     text = config.get_text_config().to_dict()
     check_fits(text, checkpoint.tensors, f"{path}: config.json")
     load_generation_config(checkpoint.path)
+    for line in checkpoint.dequantised:
+        warn(line)
     with explained_errors(f"{checkpoint.path / 'config.json'}: {_NOT_TAKEN}"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            checkpoint.path,
+        source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.path, "trust_remote_code": False}
+        if checkpoint.stored is not None:
+            made = {name: stored(info).read() for name, info in checkpoint.tensors.items()}
+            source = {"pretrained_model_name_or_path": None, "state_dict": made}
+        loaded: Any = (AutoModelForCausalLM if checkpoint.stored is None else _class_of(config)).from_pretrained(
+            **source,
             config=config,
             dtype=number_type,
-            trust_remote_code=False,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             local_files_only=True,
@@ -122,6 +129,13 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
         raise MoesaicError(f"{path}: has no usable tokenizer ({reason}); copy the base's tokenizer files") from error
 
 
+def _class_of(config: Any) -> Any:
+    """The class of a causal language model; the automatic one takes no tensors without a folder."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
 def pick_device(device: str | torch.device | None) -> torch.device:
     """Return the device to run on, cuda by default if there is one; refuse one that is not there."""
     if device is None:
@@ -159,7 +173,11 @@ def load_config(folder: Path, name: str) -> Any:
         if isinstance(part, dict):
             refuse_giant(part, str(file))
     with explained_errors(f"{file}: {_NOT_TAKEN}"):
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    for part in (config, config.get_text_config()):
+        for key in KEYS:  # of a quantised checkpoint the weights are read as numbers
+            vars(part).pop(key, None)
+    return config
 
 
 def load_generation_config(folder: Path) -> Any:
@@ -173,7 +191,7 @@ def load_generation_config(folder: Path) -> Any:
     file = folder / "generation_config.json"
     if not file.exists():
         return None
-    load_json(file)
+    check_values(load_json(file), str(file), kinds=TOKEN_KINDS)
     with explained_errors(f"{file}: {_NOT_TAKEN}"):
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
 

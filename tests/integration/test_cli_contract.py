@@ -362,7 +362,7 @@ def test_quiet_prints_nothing(call, dense, tmp_path):
 def test_functions_do_the_same(dense, tmp_path):
     sources = {"math": dense / "math", "code": dense / "code"}
     result = moesaic.upcycle(dense / "base", tmp_path / "moe", method="divmoe", specialists=sources, top_k=2)
-    assert result.summary["experts"] == 4
+    assert result.to_dict()["experts"] == 4
     assert moesaic.verify(dense / "base", tmp_path / "moe", quiet=True).ok
     assert moesaic.plan(tmp_path / "moe").to_dict()["parameters"]["num_experts"] == 4
     model = moesaic.load(tmp_path / "moe")

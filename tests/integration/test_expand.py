@@ -154,7 +154,7 @@ def test_dry_runs_write_nothing(source, tmp_path, text):
     assert known.copies == {0: [1, 1, 0, 0, 0, 0, 0, 0], 1: [1, 1, 0, 0, 0, 0, 0, 0]}
     unknown = expand(source, tmp_path / "out", experts=10, calibration=[str(text)], dry_run=True)
     assert unknown.copies is None
-    assert "copies per expert: not known before the gradients are" in unknown.lines
+    assert "copies per expert: not known before the gradients are" in unknown.lines()
     assert not (tmp_path / "out").exists()
 
 

@@ -10,14 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.streaming import scan
-from moesaic.common.errors import MoesaicError
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.expansion.run import expand
 from moesaic.families.moe import ROUTER_ROLES, detect_moe
 from tests.tiny_moes import EXPERTS, MOE_FAMILIES, TOP_K, VOCABULARY, save_tiny_moe
 
 WITH_NORM_TOPK_PROB = ("olmoe", "flex_olmo", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe")
-CONVERTED = ("qwen3_moe", "mixtral", "granitemoe", "flex_olmo", "granitemoeshared")
 EXACT = 1e-6
 """In float64 weights; but transformers' own routers round their scores to float32."""
 TOKENS = torch.randint(3, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(5))
@@ -135,39 +133,30 @@ def test_plain_copies_at_the_same_top_k_are_not_exact_and_it_is_said(tmp_path, f
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("family", CONVERTED)
+@pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_one_per_copy_group_is_exact_at_the_same_top_k_for_uneven_copies(tmp_path, family, fused):
     for normalise in (True, False) if family in WITH_NORM_TOPK_PROB else (True,):
         options = {"norm_topk_prob": normalise} if family in WITH_NORM_TOPK_PROB else {}
         source = save_tiny_moe(tmp_path / f"source{normalise}", family, fused=fused, **options)
         reference = run(source)[1]
-        settings = {"experts": 13, "utility": "weight_norm", "routing": "one_per_copy_group"}
+        settings = {"experts": 12, "utility": "weight_norm", "routing": "one_per_copy_group"}
         distances = {}
         for delta in (0.0, 1e-3):
             out = tmp_path / f"out{normalise}{delta}"
             result = grow(source, out, delta=delta, **settings)
             assert result.statement.code == "E2"
             assert result.copies is not None
-            assert max(max(numbers) for numbers in result.copies.values()) > 1
+            assert any(len(set(numbers)) > 1 for numbers in result.copies.values())
             model, logits = run(out)
             assert model.config.model_type.startswith("moesaic_")
             distances[delta] = distance(logits, reference)
-        assert distances[0.0] < EXACT
+        assert distances[0.0] < 1e-10
         assert distances[1e-3] < 1e-4
         assert model.generate(TOKENS[:1], max_new_tokens=3, do_sample=False).shape == (1, 27)
 
 
-def test_dense_layers_stay_dense_in_our_architecture(tmp_path):
+def test_dense_layers_stay_dense(tmp_path):
     source = save_tiny_moe(tmp_path / "source", "qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2)
-    grow(source, tmp_path / "out", experts=9, routing="one_per_copy_group", delta=0)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["moe_layers"] == [1, 3]
-    assert distance(run(tmp_path / "out")[1], run(source)[1]) < EXACT
-
-
-@pytest.mark.parametrize("family", sorted(set(MOE_FAMILIES) - set(CONVERTED)))
-def test_families_that_cannot_become_ours_are_refused_with_the_reason(tmp_path, family):
-    source = save_tiny_moe(tmp_path / "source", family)
-    with pytest.raises(MoesaicError, match=f"{family} cannot become our architecture, because"):
-        grow(source, tmp_path / "out", experts=9, routing="one_per_copy_group")
-    assert not (tmp_path / "out").exists()
+    result = grow(source, tmp_path / "out", experts=9, routing="one_per_copy_group", delta=0)
+    assert [layer.layer for layer in result.plan.model.layers] == [1, 3]
+    assert distance(run(tmp_path / "out")[1], run(source)[1]) < 1e-10

@@ -17,7 +17,8 @@ import moesaic
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.modeling.cross_entropy import DomainLoss
-from moesaic.routing.install import OWN_BIAS, find_installation
+from moesaic.routing.install import find_installation
+from moesaic.routing.own_bias import OWN_BIAS
 from moesaic.training import run as run_module
 from moesaic.training import state as state_module
 from moesaic.training.recipe import TrainRecipe

@@ -351,8 +351,8 @@ def test_a_dry_run_writes_nothing(folders, tmp_path):
     before = sorted(tmp_path.iterdir())
     result = upcycle(recipe_for(folders), tmp_path / "out", dry_run=True, quiet=True)
     assert result.out is None
-    assert result.summary["experts"] == 8
-    assert result.summary["bytes"] > 0
+    assert result.to_dict()["experts"] == 8
+    assert result.to_dict()["bytes"] > 0
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -397,7 +397,7 @@ def test_auto_router_falls_back_and_says_why(folders, tmp_path):
 def test_some_identical_specialists_are_named(folders, tmp_path):
     twice = [folders[0], folders[1], folders[2], folders[1], folders[3]]
     result = upcycle(recipe_for(twice), tmp_path / "out", quiet=True)
-    assert [line for line in result.summary["notices"] if "identical" in line] == [
+    assert [line for line in result.to_dict()["notices"] if "identical" in line] == [
         "the specialists s0, s2 have the same FFN weights: the experts are identical until they are trained"
     ]
 
@@ -406,11 +406,11 @@ def test_a_dry_run_promises_no_less_than_it_can_know(folders, tmp_path):
     recipe = recipe_for([folders[0]] * 5)
     dry = upcycle(recipe, tmp_path / "out", quiet=True, dry_run=True)
     assert dry.statement.code == "D3"
-    assert any(line.startswith("D3 or better: ") for line in dry.lines)
-    assert any("nothing was read" in line for line in dry.summary["notices"])
+    assert any(line.startswith("D3 or better: ") for line in dry.lines())
+    assert any("nothing was read" in line for line in dry.to_dict()["notices"])
     real = upcycle(recipe, tmp_path / "out", quiet=True)
     assert real.statement.code == "D2"
-    assert not any("or better" in line for line in real.lines)
+    assert not any("or better" in line for line in real.lines())
 
 
 @pytest.mark.parametrize("dry_run", [False, True])

@@ -261,7 +261,7 @@ def test_another_model_in_a_specialist_s_place_is_not_compared_with(models, tmp_
 
 def test_another_base_is_noticed(models, tmp_path, capsys):
     target = make(models, tmp_path / "moe", "virtual_group")
-    report = verify(models / "other1", target)
+    report = verify(models / "other1", target, quiet=False)
     assert not report.ok
     assert any("are not those that moesaic.json records" in note for note in report.notes)
     assert "are not those that moesaic.json records" in capsys.readouterr().err

@@ -67,7 +67,6 @@ class Prepared:
             "out": str(self.out),
         }
 
-    @property
     def lines(self) -> list[str]:
         """What would be done, for people."""
         data = self.data

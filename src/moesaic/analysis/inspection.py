@@ -8,11 +8,13 @@ their sum. A selection is one token using one expert; a token makes K of them pe
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float, Int, UInt
 from numpy import ndarray
+
+from moesaic.common.shown import Shown
 
 Level = Literal["healthy", "skewed", "collapsed"]
 LEVELS: tuple[Level, ...] = ("healthy", "skewed", "collapsed")
@@ -297,8 +299,8 @@ class Reader:
     """Their weights in the model, float16."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Inspection:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Inspection(Shown):
     """All of it, for one model; `against` is the same of the second model on the same documents."""
 
     model: ModelFacts
@@ -326,6 +328,30 @@ class Inspection:
     def scopes(self) -> tuple[str, ...]:
         """Names of the scopes: "all", then the domains."""
         return ("all", *(domain.name for domain in self.data.domains))
+
+    def lines(self) -> list[str]:
+        """The summary, as `moesaic inspect` prints it."""
+        from moesaic.analysis.summary import Screen, render  # which is above this module
+
+        return render(self, Screen()).splitlines()
+
+    def brief(self) -> str:
+        """The verdict."""
+        return f"{self.model.name}: {self.verdict.level}: {self.verdict.sentence}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The summary as plain values; the arrays are in `statistics` and `reader`."""
+        from moesaic.analysis.summary import summarise
+
+        return summarise(self)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The health of every MoE layer, on all data and on each domain."""
+        from moesaic.analysis.summary import layer_rows
+
+        return [
+            {"scope": name, **row} for scope, name in enumerate(self.scopes) for row in layer_rows(self, scope=scope)
+        ]
 
 
 def level_name(index: int | np.integer) -> Level:

@@ -10,11 +10,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moesaic.common.errors import MoesaicError
 from moesaic.common.plain import refuse_unwritable
 from moesaic.common.recipe import load_document
+
+if TYPE_CHECKING:
+    from moesaic.checkpoint.quantised import Codes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -79,6 +82,8 @@ class TensorInfo:
     file: Path
     offset: int
     nbytes: int
+    codes: "Codes | None" = None
+    """How the numbers are made of quantised ones (`checkpoint.quantised`): then no such bytes are in the file."""
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:

@@ -47,7 +47,10 @@ def pushed(run: Callable[..., Result]) -> Callable[..., Result]:
         return result
 
     own = inspect.signature(run)
-    further = [inspect.signature(call, follow_wrapped=False).parameters[name] for name in ("push_to_hub", "public")]
+    further = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        for name, hint, default in (("push_to_hub", str | None, None), ("public", bool, False))
+    ]
     anyhow: Any = call
     anyhow.__signature__ = own.replace(parameters=[*own.parameters.values(), *further])
     return call

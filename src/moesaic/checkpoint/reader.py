@@ -61,6 +61,10 @@ def read_range(info: TensorInfo, start: int, nbytes: int) -> Tensor:
     """The numbers in `nbytes` bytes of a tensor from its byte `start` on, in one dimension (see `read_tensor`)."""
     if info.dtype not in TORCH_DTYPES:
         raise MoesaicError(f"{info.file}: tensor {info.name!r} is {info.dtype}, which torch cannot hold")
+    if info.codes is not None:
+        size = TORCH_DTYPES[info.dtype].itemsize
+        blocks = [values for _, values in info.codes.blocks(start // size, (start + nbytes) // size)]
+        return torch.cat(blocks)
     bytes_N = torch.empty(nbytes, dtype=torch.uint8) if nbytes < SMALL_BYTES else torch.from_numpy(POOL.take(nbytes))
     with opened(info.file) as fd:
         read_into(fd, bytes_N.numpy().data, info.offset + start, info.file)

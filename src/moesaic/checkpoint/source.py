@@ -1,7 +1,8 @@
 """Opening a source checkpoint: a folder or a hub id, checked from the headers alone. Torch-free."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from moesaic.checkpoint.headers import (
     read_header,
     shard_names,
 )
+from moesaic.checkpoint.quantised import WAY_OUT, decoded, scheme_of, settings_of, without_settings
 from moesaic.common.errors import MoesaicError
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[^@\s]+))?")
@@ -31,6 +33,10 @@ class Checkpoint:
     `path` is the folder (for a hub id the snapshot in the hub's cache), `name` what the user wrote, `revision` the
     commit of a hub snapshot (None for a folder), `config` the parsed config.json. `download_bytes` is 0 unless it comes
     from `open_headers` and its weights are not on this machine: then it is their size, and no tensor can be read.
+
+    Of a quantised checkpoint `tensors` and `config` are those of the same model in bf16, whose numbers are made when
+    they are read, and `stored` are the tensors in the files; or (`as_stored`) they are what is in the files, and
+    `packed` is their ending after the name of the tensor that they stand for.
     """
 
     path: Path
@@ -39,23 +45,33 @@ class Checkpoint:
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     download_bytes: int = 0
+    stored: Mapping[str, TensorInfo] | None = None
+    packed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def dequantised(self) -> tuple[str, ...]:
+        """One sentence where the numbers are made of quantised ones."""
+        if self.stored is None or self.packed:
+            return ()
+        return (f"{self.name}: is quantised; its weights are dequantised and read as bf16",)
 
 
-def open_checkpoint(ref: str | Path) -> Checkpoint:
+def open_checkpoint(ref: str | Path, *, as_stored: bool = False) -> Checkpoint:
     """Open a folder or a hub id `org/name[@revision]` (downloaded through huggingface_hub where needed).
 
     Refuses (MoesaicError) whatever can be seen to be unusable from config, index and headers: files that are missing,
-    truncated or outside the folder, tensors given twice or missing, pickled or quantised weights, repositories that
-    are gated, missing or out of reach.
+    truncated or outside the folder, tensors given twice or missing, pickled weights, repositories that are gated,
+    missing or out of reach, and quantised weights of a kind that is not read. Others are dequantised where they are
+    read, or (`as_stored`) tensors like others, whose bytes can be moved.
     """
     _refuse_empty(ref)
     if Path(ref).is_dir():
-        return _open_folder(Path(ref), name=str(ref), revision=None)
+        return _open_folder(Path(ref), name=str(ref), revision=None, as_stored=as_stored)
     repo, revision = _hub_id(ref)
     from moesaic.checkpoint import hub
 
     folder = hub.download(repo, revision)
-    return _open_folder(folder, name=str(ref), revision=folder.name)
+    return _open_folder(folder, name=str(ref), revision=folder.name, as_stored=as_stored)
 
 
 def open_headers(ref: str | Path) -> Checkpoint:
@@ -72,10 +88,10 @@ def open_headers(ref: str | Path) -> Checkpoint:
 
     folder, tensors, missing = hub.fetch_headers(repo, revision)
     config = _read_config(folder)
-    refuse_quantised(config, tensors, str(ref))
-    return Checkpoint(
+    checkpoint = Checkpoint(
         path=folder, name=str(ref), revision=folder.name, config=config, tensors=tensors, download_bytes=missing
     )
+    return _quantised(checkpoint, as_stored=False)
 
 
 def _refuse_empty(ref: str | Path) -> None:
@@ -101,21 +117,31 @@ def file_inside(folder: Path, name: str, *, told_by: str) -> Path:
     return path
 
 
-def refuse_quantised(config: dict[str, Any], tensors: dict[str, TensorInfo], name: str) -> None:
-    """Refuse quantised weights: arithmetic on their codes would be wrong."""
-    way_out = "; use the bf16 release, or load it with transformers, dequantise and save it"
-    text_config = config.get("text_config")
-    for part in (config, text_config if isinstance(text_config, dict) else {}):
-        for key in ("quantization_config", "compression_config"):
-            if part.get(key):
-                method = part[key].get("quant_method") if isinstance(part[key], dict) else None
-                raise MoesaicError(
-                    f"{name}: is quantised ({method or 'unknown method'}, {key} in config.json){way_out}"
-                )
+def _quantised(checkpoint: Checkpoint, *, as_stored: bool) -> Checkpoint:
+    """A checkpoint whose headers were read as its quantised weights are to be seen, if it has any."""
+    tensors, config, name = checkpoint.tensors, checkpoint.config, checkpoint.name
+    if (settings := settings_of(config)) is None:
+        _refuse_codes(tensors, name)
+        return checkpoint
+    scheme = scheme_of(settings, name)
+    numbers = decoded(scheme, settings, tensors, name)
+    _refuse_codes({key: info for key, info in numbers.items() if info.codes is None}, name)
+    if not as_stored:
+        return replace(checkpoint, tensors=numbers, config=without_settings(config), stored=tensors)
+    owners = ((key, scheme.own_name(key, tensors)) for key in tensors)
+    packed = {key: key.removeprefix(own) for key, own in owners if own is not None}
+    return replace(checkpoint, stored=tensors, packed=packed)
+
+
+def _refuse_codes(tensors: Mapping[str, TensorInfo], name: str) -> None:
+    """Refuse codes that nothing tells how to read: arithmetic on them would be wrong."""
     for info in tensors.values():
         packed = info.dtype in _QUANTISED_DTYPES or info.dtype.startswith(_QUANTISED_PREFIXES)
         if packed or info.name.endswith(_QUANTISED_SUFFIXES):
-            raise MoesaicError(f"{name}: is quantised (tensor {info.name!r} is {info.dtype}){way_out}")
+            raise MoesaicError(
+                f"{name}: is quantised (tensor {info.name!r} is {info.dtype}), and its config.json does not say "
+                f"how{WAY_OUT}"
+            )
 
 
 def _hub_id(ref: str | Path) -> tuple[str, str | None]:
@@ -133,11 +159,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return load_json(file_inside(folder, "config.json", told_by=str(folder)))
 
 
-def _open_folder(folder: Path, *, name: str, revision: str | None) -> Checkpoint:
+def _open_folder(folder: Path, *, name: str, revision: str | None, as_stored: bool) -> Checkpoint:
     config = _read_config(folder)
     tensors = _read_tensors(folder)
-    refuse_quantised(config, tensors, name)
-    return Checkpoint(path=folder, name=name, revision=revision, config=config, tensors=tensors)
+    checkpoint = Checkpoint(path=folder, name=name, revision=revision, config=config, tensors=tensors)
+    return _quantised(checkpoint, as_stored=as_stored)
 
 
 def _read_tensors(folder: Path) -> dict[str, TensorInfo]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from moesaic.checkpoint.quantised import Codes
+
 COPY_BYTES = 512 << 10
 """Bytes that only move, at a time: a block stays in the cache while it is checked, hashed and written.
 
@@ -126,12 +128,23 @@ def byte_blocks(source: TensorInfo, start: int, nbytes: int) -> Iterator[tuple[i
 
     A block is overwritten by the next one.
     """
+    if source.codes is not None:
+        yield from _made_blocks(source.codes, start, nbytes, DTYPE_BITS[source.dtype] // 8)
+        return
     buffer = memoryview(bytearray(min(COPY_BYTES, nbytes)))
     with opened(source.file) as fd:
         for at in range(0, nbytes, COPY_BYTES):
             block = buffer[: min(COPY_BYTES, nbytes - at)]
             read_into(fd, block, source.offset + start + at, source.file)
             yield at, block
+
+
+def _made_blocks(codes: Codes, start: int, nbytes: int, size: int) -> Iterator[tuple[int, memoryview]]:
+    """`byte_blocks` of what is made of codes, whose numbers have `size` bytes."""
+    import torch
+
+    for at, values in codes.blocks(start // size, (start + nbytes) // size):
+        yield at * size - start, values.view(torch.uint8).numpy().data
 
 
 # --- pieces of tensors ------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from moesaic.checkpoint.writer import DEFAULT_SHARD_SIZE, CheckpointWriter, Layo
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import progress, warn
 from moesaic.common.recipe import dump_recipe, recipe_values
+from moesaic.common.shown import Shown
 from moesaic.common.workers import default_workers
 
 _SMALL_FILES_BYTES = 1 << 20
@@ -82,8 +83,8 @@ class NewCheckpoint:
         return plan_files(outputs, self.shard_size)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WriteResult:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class WriteResult(Shown):
     """What a verb made that writes a checkpoint from others."""
 
     out: Path | None

@@ -136,9 +136,8 @@ def call_and_print(call: Call) -> int:
 def show(call: Call, result: Any) -> int:
     """Print a result and return the exit status."""
     silent = call.quiet and not call.command.result_when_quiet
-    lines = () if silent or call.json else result.lines
-    document = result.to_dict() if hasattr(result, "to_dict") else result.summary
-    print_result(lines if isinstance(lines, list | tuple) else lines(), document, as_json=call.json)
+    lines = () if silent or call.json else result.lines()
+    print_result(lines, result.to_dict(), as_json=call.json)
     return 0 if getattr(result, "ok", True) else CHECK_FAILED
 
 

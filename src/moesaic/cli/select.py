@@ -122,10 +122,7 @@ def _print(made: "dict[str, Selection]", *, json: bool, quiet: bool) -> None:
         for file, selection in made.items()
     ]
     lines = []
-    for row in documents:
-        mass = row["routing_mass_kept"]
-        share = "" if mass is None else f", {sum(mass) / len(mass):.1%} of the routing mass"
-        lines.append(f"{row['out']}: {row['experts']} of {row['of']} experts per layer by {row['method']}{share}")
-        if len(row["tokens"]) > 1:
-            lines += [f"  {domain}: {tokens:,} tokens" for domain, tokens in row["tokens"].items()]
+    for file, selection in made.items():
+        first, *more = selection.lines()
+        lines += [f"{file}: {first}", *more]
     print_result(() if quiet else lines, {"selections": documents}, as_json=json)

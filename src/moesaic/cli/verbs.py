@@ -312,10 +312,11 @@ Suites: divmoe15, divmoe8, emo-mc9, emo-gen5, mmlu-categories, mmlu-pro, gsm8k, 
         about="""Say what a checkpoint is, or what a recipe would make and cost, from headers alone.
 
         Total and active parameters (with and without embeddings), bytes, FLOPs per token, peak memory, disk, download
-        size and expected minutes. Reads no weights and loads no model.""",
-        usage="moesaic plan RECIPE|CHECKPOINT [OPTIONS]",
+        size and expected minutes, and the devices that serving takes. Reads no weights; of a config.json alone too.""",
+        usage="moesaic plan RECIPE|CHECKPOINT|config.json [OPTIONS]",
         examples="""
   moesaic plan ./moe
+  moesaic plan ./config.json --gpu H200 --context 32768
   moesaic plan recipe.yaml --json""",
         recipe="moesaic.planning.recipe:PlanRecipe",
         run="moesaic.planning.run:plan",

@@ -10,6 +10,7 @@ from typing import Any
 from moesaic.checkpoint.results import mean_error
 from moesaic.common.errors import MoesaicError, suggest
 from moesaic.common.intervals import Interval, gap_closure
+from moesaic.common.shown import Shown
 from moesaic.common.verbs import verb
 from moesaic.comparison.models import one_for_each_model
 from moesaic.comparison.recipe import CompareRecipe
@@ -25,15 +26,15 @@ from moesaic.comparison.runs import (
     group,
     load_run,
 )
-from moesaic.comparison.tables import Format, Heading, Row, Table, render, to_json
+from moesaic.comparison.tables import Format, Heading, Row, Table, cells, render, render_html, to_json
 
 _INTERVALS = (
     "±: 95% interval; of one run over its questions or documents (normal), of several over the seeds (Student's t)"
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Comparison(Shown):
     """The tables over some runs."""
 
     tables: tuple[Table, ...]
@@ -45,6 +46,17 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return to_json(self.tables)
+
+    def brief(self) -> str:
+        """What there is."""
+        return ", ".join(f"{one.title} ({len(one.rows)} x {len(one.headings)})" for one in self.tables)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per cell, as in the CSV."""
+        return cells(self.tables)
+
+    def _repr_html_(self) -> str:
+        return render_html(self.tables)
 
 
 @verb(CompareRecipe, positional=("runs",))

@@ -5,10 +5,12 @@ import io
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from typing import Any, Literal
 
 from moesaic.common.fold import column_blocks
 from moesaic.common.intervals import Interval
+from moesaic.common.shown import html_table
 
 Format = Literal["table", "md", "csv", "json"]
 
@@ -161,17 +163,39 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
 
 
-def _csv(tables: Sequence[Table]) -> list[str]:
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["table", "row", "column", "value", "low", "high", "best"])
+_CELL: tuple[str, ...] = ("table", "row", "column", "value", "low", "high", "best")
+
+
+def cells(tables: Iterable[Table]) -> list[dict[str, Any]]:
+    """Every cell with its table, row and column, its interval, and 1 where it is the best of its column."""
+    found = []
     for table in tables:
         best = table.best
         for number, row in enumerate(table.rows):
             for place, (cell, heading) in enumerate(zip(row.cells, table.headings, strict=True)):
                 values = [cell.value, cell.low, cell.high] if isinstance(cell, Interval) else [cell, None, None]
-                writer.writerow([table.title, row.name, heading.title, *values, int(number in best[place])])
+                line = [table.title, row.name, heading.title, *values, int(number in best[place])]
+                found.append(dict(zip(_CELL, line, strict=True)))
+    return found
+
+
+def _csv(tables: Sequence[Table]) -> list[str]:
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, _CELL, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(cells(tables))
     return stream.getvalue().splitlines()
+
+
+def render_html(tables: Iterable[Table]) -> str:
+    """The tables for a notebook; the best of a column has a star."""
+    parts = []
+    for table in tables:
+        texts = _texts(table, lambda text: f"{text}*")
+        rows = [[row.name, *line] for row, line in zip(table.rows, texts, strict=True)]
+        shown = html_table(["", *(heading.title for heading in table.headings)], rows)
+        parts.append(f"<b>{escape(table.title)}</b>{shown}<p>{'<br>'.join(map(escape, table.notes))}</p>")
+    return "".join(parts)
 
 
 def _json(tables: Sequence[Table]) -> list[str]:

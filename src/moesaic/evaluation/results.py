@@ -17,6 +17,7 @@ from moesaic.checkpoint.results import FORMAT, mean_error, read_results
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.numbers import shown
+from moesaic.common.shown import Shown
 from moesaic.evaluation.recipe import Average, EvalRecipe, Suite
 from moesaic.families.identity import sample_hash
 from moesaic.families.moe import detect_moe
@@ -169,8 +170,8 @@ def record_suite(document: dict[str, Any], suite: Suite, missing: Mapping[str, s
 # --- what `moesaic eval` says at the end ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalResult:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class EvalResult(Shown):
     """The results of a call, with those of earlier calls into the same file."""
 
     out: Path | None
@@ -210,6 +211,26 @@ class EvalResult:
         if self.out is not None and not self.dry_run:
             lines.append(f"written to {self.out}")
         return lines
+
+    def brief(self) -> str:
+        """What was measured."""
+        done = f"{len(self.ran)} task{'' if len(self.ran) == 1 else 's'} {'to measure' if self.dry_run else 'measured'}"
+        known = len(self.document["tasks"])
+        return f"{self.suite}: {done}, {known} in {self.out or 'the results'}, {len(self.missing)} missing"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per task and per part of it (subject, domain); the whole task's part is empty."""
+        rows = []
+        for name, task in self.document["tasks"].items():
+            domains = {
+                domain: {"score": one["bits_per_byte"], "standard_error": one["bits_per_byte_error"]}
+                | {"samples": one["documents"]}
+                for domain, one in task.get("text", {}).get("domains", {}).items()
+            }
+            for part, one in {"": task, **task.get("parts", {}), **domains}.items():
+                figures = {key: one[key] for key in ("score", "standard_error", "samples")}
+                rows.append({"task": name, "part": part, "metric": task["metric"], **figures})
+        return rows
 
 
 def _task_line(name: str, task: Mapping[str, Any]) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.checkpoint.lazy import Lazy, computed, concat, promoted, stack, stored, together
+from moesaic.checkpoint.lazy import Lazy, computed, promoted, stack, stored, together
+from moesaic.checkpoint.quantised import numbers_of, scheme_of, settings_of
 from moesaic.checkpoint.record import model_card, original_experts
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.checkpoint.write import NewCheckpoint
@@ -76,8 +77,6 @@ def _tensors(plan: ExpandPlan, sources: Sources) -> dict[str, Lazy]:
         for tensor in layer.expert_tensors
         for name in tensor.names(layer.num_experts)
     }
-    if plan.conversion is not None:
-        layer_of |= {name: layer for layer in plan.model.layers for name in layer.shared}
     made: dict[str, Lazy] = {}
     done: set[int] = set()
     for name, info in plan.checkpoint.tensors.items():
@@ -91,20 +90,15 @@ def _tensors(plan: ExpandPlan, sources: Sources) -> dict[str, Lazy]:
 
 
 def _grown_layer(plan: ExpandPlan, layer: MoELayerTensors, sources: Sequence[int]) -> dict[str, Lazy]:
-    ours = f"model.layers.{layer.layer}.mlp."
     made: dict[str, Lazy] = {}
     for tensor in layer.expert_tensors:
         if tensor.role in ROUTER_ROLES:
-            name = tensor.name if plan.conversion is None else f"{ours}gate.weight"
-            made[name] = _router_tensor(plan, layer, tensor, sources)
+            made[tensor.name] = _router_tensor(plan, layer, tensor, sources)
     computes = plan.recipe.expert_op != "copy"
     experts = [
         _duplicate(plan, layer, number, source) if computes and again else expert_parts(plan.checkpoint, layer, source)
         for number, (source, again) in enumerate(zip(sources, duplicates_of(sources), strict=True))
     ]
-    if plan.conversion is not None:
-        shared = _our_shared_expert(plan, layer, f"{ours}shared_expert.")
-        return made | _our_experts(f"{ours}experts.", experts) | shared
     for tensor in _expert_tensors(layer):
         parts = [expert[tensor.role] for expert in experts]
         if tensor.axis is None:
@@ -112,25 +106,6 @@ def _grown_layer(plan: ExpandPlan, layer: MoELayerTensors, sources: Sequence[int
         else:
             made[tensor.name] = stack(parts)
     return made
-
-
-def _our_experts(prefix: str, experts: Sequence[Parts]) -> dict[str, Lazy]:
-    """The experts in our own layout: gate rows first, then up."""
-    gate_up = [one["gate_up"] if "gate_up" in one else concat([one["gate"], one["up"]]) for one in experts]
-    return {f"{prefix}gate_up_proj": stack(gate_up), f"{prefix}down_proj": stack([one["down"] for one in experts])}
-
-
-def _our_shared_expert(plan: ExpandPlan, layer: MoELayerTensors, prefix: str) -> dict[str, Lazy]:
-    """The shared experts of a converted family as ours, gate and up apart; nothing where it has none."""
-    if not layer.shared:
-        return {}
-    named = {name.split(".")[-2]: stored(plan.checkpoint.tensors[name]) for name in layer.shared}
-    gate_up, width = named["input_linear"], named["input_linear"].shape[0] // 2
-    return {
-        f"{prefix}gate_proj.weight": gate_up.rows(0, width),
-        f"{prefix}up_proj.weight": gate_up.rows(width, 2 * width),
-        f"{prefix}down_proj.weight": named["output_linear"],
-    }
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------
@@ -279,7 +254,10 @@ def _grown_pools(plan: ExpandPlan) -> int | list[int] | None:
 
 def parameters(tensors: Mapping[str, Lazy], config: Mapping[str, Any]) -> tuple[int, int]:
     """Total and active parameters of the result."""
-    counted = count_shapes({name: tensor.shape for name, tensor in tensors.items()}, config)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    if settings := settings_of(config):
+        shapes = numbers_of(scheme_of(settings, "the result"), shapes)
+    counted = count_shapes(shapes, config)
     return counted.total, counted.active
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from moesaic.common.errors import MoesaicError
 from moesaic.expansion.resolve import ExpandPlan
 from moesaic.families.moe import EXPERT_COUNT_KEYS, TOP_K_ALIASES
-from moesaic.modeling.names import converted_config
+from moesaic.modeling.names import class_names
 
 Code = Literal["E1", "E2", "E3", "none"]
 
@@ -39,15 +39,12 @@ def grown_config(plan: ExpandPlan, sources: Mapping[int, Sequence[int]]) -> dict
         MoesaicError: a key that has to change is not there.
     """
     family, old = plan.model.family, plan.checkpoint.config
-    if plan.conversion is not None:
-        layers = [layer.layer for layer in plan.model.layers]
-        config = converted_config(plan.conversion, old, moe_layers=layers, num_experts=plan.experts)
-        config["num_experts_per_tok"] = plan.top_k
-    else:
-        keys = {key for key in EXPERT_COUNT_KEYS if old.get(key) == plan.model.num_experts} or {family.experts_key}
-        top_k_keys = {family.top_k_key, *(key for key in TOP_K_ALIASES if old.get(key) == plan.model.top_k)}
-        config = dict(old) | dict.fromkeys(keys, plan.experts) | dict.fromkeys(top_k_keys, plan.top_k)
+    keys = {key for key in EXPERT_COUNT_KEYS if old.get(key) == plan.model.num_experts} or {family.experts_key}
+    top_k_keys = {family.top_k_key, *(key for key in TOP_K_ALIASES if old.get(key) == plan.model.top_k)}
+    config = dict(old) | dict.fromkeys(keys, plan.experts) | dict.fromkeys(top_k_keys, plan.top_k)
     if plan.exclusive:
+        if plan.gets_our_routers:
+            config |= class_names(old["model_type"])
         groups = _shortest([list(ids) for ids in sources.values()])
         config |= {"routing_rule": "one_per_group", "group_score": "log_mean_exp", "expert_groups": groups}
     elif plan.grouped:

@@ -12,10 +12,9 @@ from moesaic.common import seeds
 from moesaic.common.errors import MoesaicError
 from moesaic.expansion.allocation import allocate, evenly, sources_of
 from moesaic.expansion.recipe import ExpandRecipe
-from moesaic.families.family import DenseTwin, our_base
+from moesaic.families.family import base_of, our_base
 from moesaic.families.identity import group_count
 from moesaic.families.moe import REORDERED, MoEModel, detect_moe, prediction_notices
-from moesaic.modeling.names import conversion_of
 
 Utilities = Mapping[int, tuple[float, ...]]
 """Layer -> utility of each expert."""
@@ -34,8 +33,6 @@ class ExpandPlan:
     """Groups of the family's group-limited selection, before; 1 without."""
     whole_groups: bool
     """The groups are duplicated as a whole, and their number grows (E1 with group-limited selection)."""
-    conversion: DenseTwin | None
-    """How the family becomes our architecture; None: it stays what it is."""
     recorded: Mapping[str, Any] | None
     """The routing rule and the selection bias that training recorded in the checkpoint's moesaic.json."""
     notices: tuple[str, ...]
@@ -54,6 +51,11 @@ class ExpandPlan:
     def exclusive(self) -> bool:
         """A token uses at most one of the copies of an expert: by the routing asked for."""
         return self.recipe.routing == "one_per_copy_group"
+
+    @property
+    def gets_our_routers(self) -> bool:
+        """The family cannot say that copies are one group: the result is `moesaic_<family>`."""
+        return self.exclusive and base_of(self.checkpoint.config.get("model_type")) is None
 
     @property
     def grouped(self) -> bool:
@@ -139,14 +141,20 @@ class ExpandPlan:
         )
 
 
-def resolve(recipe: ExpandRecipe, opener: Callable[[str], Checkpoint] = open_checkpoint) -> ExpandPlan:
+def _opened(recipe: ExpandRecipe) -> Checkpoint:
+    """The checkpoint; a quantised one as it is stored where experts are only copied and nothing asks for numbers."""
+    copied = recipe.expert_op == "copy" and recipe.routing == "plain" and _utility(recipe) != "weight_norm"
+    return open_checkpoint(recipe.checkpoint, as_stored=copied)
+
+
+def resolve(recipe: ExpandRecipe, opener: Callable[[ExpandRecipe], Checkpoint] = _opened) -> ExpandPlan:
     """Open the checkpoint's headers, fill in every default and check that everything fits together.
 
     Raises:
         MoesaicError: anything that the expansion could stumble over, except the values of weights and gradients.
     """
     parse_size(recipe.shard_size)
-    checkpoint = opener(recipe.checkpoint)
+    checkpoint = opener(recipe)
     model = detect_moe(checkpoint)
     count = model.num_experts
     if recipe.experts <= count:
@@ -163,12 +171,11 @@ def resolve(recipe: ExpandRecipe, opener: Callable[[str], Checkpoint] = open_che
         top_k=top_k,
         groups=group_count(checkpoint.config, model),
         whole_groups=False,
-        conversion=None,
         recorded=(read_provenance(checkpoint.path) or {}).get("routing"),
         notices=(),
     )
     plan = replace(plan, whole_groups=plan.groups > 1 and plan.multiplied)
-    plan = replace(plan, conversion=_conversion(plan))
+    _check_exclusive(plan)
     _check_allocation(plan)
     _check_top_k(plan)
     _check_router_op(plan)
@@ -190,17 +197,19 @@ def _check_allocation(plan: ExpandPlan) -> None:
     allocate(ones, plan.added, cap=plan.recipe.cap, rule="greedy", rng=random.Random(0), groups=groups)
 
 
-def _conversion(plan: ExpandPlan) -> DenseTwin | None:
+def _check_exclusive(plan: ExpandPlan) -> None:
     if not plan.exclusive:
-        return None
+        return
     name = plan.checkpoint.name
     if plan.grouped:
         raise MoesaicError(
             f"--routing one_per_copy_group: {name} routes to one expert per group already; with --routing plain the "
             "copies join the group of their source"
         )
-    model_type = str(plan.checkpoint.config.get("model_type"))
-    return None if our_base(model_type) else conversion_of(plan.model.family, name)
+    if plan.gets_our_routers:
+        from moesaic.modeling.group_routers import check_router
+
+        check_router(plan.checkpoint.config, name)
 
 
 def _check_top_k(plan: ExpandPlan) -> None:
@@ -267,7 +276,7 @@ _PASS_OPTIONS = ("utility_batches", "batch_size", "sequence_length")
 
 
 def _notices(plan: ExpandPlan) -> list[str]:
-    notices = []
+    notices = [*plan.checkpoint.dequantised]
     if plan.recipe.utility == "uniform" and plan.recipe.allocation != "greedy":
         notices.append(f"--allocation {plan.recipe.allocation} has no effect: uniform utilities go round robin")
     defaults = {field.name: field.default for field in fields(ExpandRecipe)}
@@ -281,10 +290,10 @@ def _notices(plan: ExpandPlan) -> list[str]:
         notices.append("--utility-layers: without effect, no utility is computed here")
     evenly = "" if plan.recipe.utility in ("uniform", "weight_norm") else ", by even copies, as it has no gradients"
     notices += prediction_notices(plan.checkpoint, f"its experts grow as well{evenly}")
-    if plan.conversion is not None:
+    if plan.gets_our_routers:
+        native = plan.checkpoint.config["model_type"]
         notices.append(
-            f"{plan.checkpoint.config['model_type']} cannot say one_per_copy_group: the result is "
-            f"moesaic_{plan.conversion.base}, whose code comes with it"
+            f"{native} cannot say one_per_copy_group: the result is moesaic_{native}, whose code comes with it"
         )
     return notices
 

@@ -9,6 +9,7 @@ from typing import Any
 from moesaic.checkpoint.push import pushed
 from moesaic.checkpoint.write import check_output, write
 from moesaic.common.progress import amount, notice
+from moesaic.common.shown import Shown
 from moesaic.common.verbs import verb
 from moesaic.expansion.build import build, parameters
 from moesaic.expansion.exact import Statement, statement
@@ -17,8 +18,8 @@ from moesaic.expansion.resolve import ExpandPlan, resolve
 from moesaic.expansion.utility import find_utilities, needs_model
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpandResult:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ExpandResult(Shown):
     """The outcome of `expand`."""
 
     out: Path | None
@@ -34,8 +35,7 @@ class ExpandResult:
     active_parameters: int
     seconds: float
 
-    @property
-    def summary(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Everything worth knowing as plain values, for `--json`."""
         recipe = self.plan.recipe
         return {
@@ -54,7 +54,6 @@ class ExpandResult:
             "seconds": round(self.seconds, 3),
         }
 
-    @property
     def lines(self) -> list[str]:
         """The same for people."""
         plan = self.plan
@@ -68,6 +67,14 @@ class ExpandResult:
             *copies_lines(self.copies),
             f"{self.parameters:,} parameters, {self.active_parameters:,} active per token",
             f"{self.statement.code}: {self.statement.text}",
+        ]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per expert of the source, with its added copies; none where they are not known."""
+        return [
+            {"layer": layer, "expert": expert, "copies": added}
+            for layer, counts in (self.copies or {}).items()
+            for expert, added in enumerate(counts)
         ]
 
 

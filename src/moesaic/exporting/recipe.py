@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moesaic.common.errors import MoesaicError
+from moesaic.common.shown import Shown
 from moesaic.families.moe_table import TARGETS
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -72,8 +73,8 @@ class LogitCheck:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportResult:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ExportResult(Shown):
     """What was made."""
 
     out: Path | None

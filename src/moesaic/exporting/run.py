@@ -19,6 +19,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import warn
 from moesaic.common.recipe import load_recipe
 from moesaic.common.verbs import verb
+from moesaic.exporting.back import back_to_family
 from moesaic.exporting.dense import specialist_of
 from moesaic.exporting.recipe import DENSE, DESTINATIONS, ExportRecipe, ExportResult, LogitCheck
 from moesaic.exporting.rules import config_routing, facts_of, failures_of, refusal
@@ -33,7 +34,7 @@ from moesaic.exporting.tensors import (
     scaling_factor,
 )
 from moesaic.exporting.view import View, view_of
-from moesaic.families.family import ONE_PER_GROUP, PLAIN_TOP_K, our_base
+from moesaic.families.family import ONE_PER_GROUP, PLAIN_TOP_K, base_of, native_type, our_base
 from moesaic.families.moe import detect_moe, prediction_notices
 from moesaic.families.moe_table import MOE_FAMILIES, TARGETS
 from moesaic.modeling.names import code_files
@@ -191,17 +192,20 @@ def plan_export(recipe: ExportRecipe) -> ExportPlan:
         MoesaicError: the model is not exactly the family (every rule that fails is named), or has no such layout.
     """
     parse_size(recipe.shard_size)
-    known = dict.fromkeys((*DESTINATIONS, *MOE_FAMILIES))
-    if recipe.to not in known:
-        raise MoesaicError(f"--to {recipe.to}: not one of {', '.join(known)}")
     checkpoint = open_checkpoint(recipe.checkpoint)
     model_type = str(checkpoint.config.get("model_type"))
+    native = native_type(model_type)
+    known = dict.fromkeys((*DESTINATIONS, *MOE_FAMILIES))
+    if recipe.to not in (*known, native):
+        raise MoesaicError(f"--to {recipe.to}: not one of {', '.join(known)}")
     routing = (read_provenance(checkpoint.path) or {}).get("routing")
     if recipe.specialist is not None:
         return _extracted(recipe, checkpoint, recipe.specialist)
     if model_type in MOE_FAMILIES and recipe.to in ("auto", model_type):
         return _relaid(recipe, checkpoint, "it is that family already", routing)
-    if our_base(model_type) is not None and recipe.to == "moesaic":
+    if native != model_type and recipe.to in ("auto", native):
+        return _back(recipe, checkpoint, native, routing)
+    if base_of(model_type) is not None and recipe.to == "moesaic":
         return _relaid(recipe, checkpoint, "it is our architecture already", routing)
     return _converted(recipe, checkpoint, routing)
 
@@ -223,6 +227,27 @@ def _relaid(recipe: ExportRecipe, checkpoint: Checkpoint, why: str, routing: Map
             *prediction_notices(checkpoint, "it is written in this layout as well"),
         ),
         routing=routing,
+    )
+
+
+def _back(recipe: ExportRecipe, checkpoint: Checkpoint, native: str, routing: Mapping[str, Any] | None) -> ExportPlan:
+    if recipe.layout not in ("input", "family"):
+        raise MoesaicError(f"--layout {recipe.layout}: export to {native} first, and that in this layout")
+    if routing is not None:
+        raise MoesaicError(
+            f"{checkpoint.name}: moesaic.json records a routing rule of training, which {native} does not follow"
+        )
+    model = detect_moe(checkpoint)
+    tensors, config = back_to_family(checkpoint, model)
+    return ExportPlan(
+        recipe=recipe,
+        checkpoint=checkpoint,
+        family=native,
+        why=f"{config[model.family.top_k_key]} experts are active, all copies of those that were chosen",
+        tensors=tensors,
+        config=_with_dtype(config, recipe.dtype),
+        num_experts=model.num_experts,
+        layers=len(model.layers),
     )
 
 

@@ -1,7 +1,7 @@
 """What a model costs to run: FLOPs per token and bytes of memory, from shapes and config; in words too. No torch."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,10 @@ def attention_layers(shapes: Shapes, config: Mapping[str, Any]) -> dict[int, Att
             continue
         names.setdefault(layer, {})[name.split(".")[-2]] = shape
     depth = int(config.get("num_hidden_layers") or len(names))
-    found = ((layer, _widths(projections)) for layer, projections in sorted(names.items()) if layer < depth)
+    kinds: Sequence[str] = config.get("layer_types") or ()
+    linear = {layer for layer, kind in enumerate(kinds) if kind == "linear_attention"}  # a state, and no cache
+    read = ((layer, projections) for layer, projections in sorted(names.items()) if layer < depth)
+    found = ((layer, _widths(projections)) for layer, projections in read if layer not in linear)
     return {layer: widths for layer, widths in found if widths is not None}
 
 

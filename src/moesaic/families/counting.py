@@ -13,7 +13,7 @@ from typing import Any
 from moesaic.common.errors import MoesaicError
 from moesaic.families.config_values import check_values, require, text_config
 from moesaic.families.dense_table import FAMILIES, ffn_shapes, has_ffn_bias, other_shapes
-from moesaic.families.family import our_base
+from moesaic.families.family import native_type, our_base
 from moesaic.families.moe_table import MOE_FAMILIES
 from moesaic.families.shrink import TOP_K_KEYS
 
@@ -274,7 +274,7 @@ def layer_windows(config: Mapping[str, Any]) -> list[int | None]:
         config.get("layer_types"),
     )
     model_type = str(config.get("model_type", ""))
-    row = MOE_FAMILIES.get(model_type) or FAMILIES.get(our_base(model_type) or model_type)
+    row = MOE_FAMILIES.get(native_type(model_type)) or FAMILIES.get(our_base(model_type) or model_type)
     switched_off = row is not None and row.window_is_switched and not config.get("use_sliding_window")
     if not isinstance(window, int) or window <= 0 or switched_off:
         return [None] * depth

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moesaic.checkpoint.lazy import Lazy, stored
+from moesaic.checkpoint.streaming import byte_blocks
 from moesaic.common.errors import MoesaicError
 from moesaic.families.config_values import check_depth, text_config
 from moesaic.families.dense_table import EMBEDDINGS, HEAD, ffn_shapes, has_ffn_bias, is_tied, other_shapes
@@ -23,7 +24,6 @@ _PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 _RECOMPUTED = re.compile(r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|\.masked_bias)$")
 _FLOATS = ("F64", "F32", "BF16", "F16")
-_BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,14 +179,10 @@ def _same_bytes(one: TensorInfo, other: TensorInfo) -> bool:
         return False
     if not (one.file.exists() and other.file.exists()):
         return True  # only headers are here (a plan before the download): believe the config
-    with one.file.open("rb") as first, other.file.open("rb") as second:
-        first.seek(one.offset)
-        second.seek(other.offset)
-        for start in range(0, one.nbytes, _BLOCK_BYTES):
-            size = min(_BLOCK_BYTES, one.nbytes - start)
-            if first.read(size) != second.read(size):
-                return False
-    return True
+    if (one.codes is None) != (other.codes is None):
+        return False
+    blocks = (byte_blocks(info, 0, info.nbytes) for info in (one, other))
+    return all(first == second for (_, first), (_, second) in zip(*blocks, strict=True))
 
 
 def _check(checkpoint: Checkpoint, found: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]) -> None:

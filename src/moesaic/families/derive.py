@@ -108,6 +108,23 @@ def derive(model_type: str, flags: tuple[tuple[str, Any], ...] = ()) -> MoEFamil
     )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TinyRouter:
+    """The router of a tiny model of a family, with random weights."""
+
+    asked: Asked
+    experts: int
+    hidden: int
+
+
+def tiny_router(model_type: str, flags: tuple[tuple[str, Any], ...]) -> TinyRouter:
+    """A family's router, to be asked; raises as `derive` does."""
+    about = f"model_type {model_type!r}"
+    found = _find(_tiny(model_type, dict(flags), about), about)
+    asked, _ = _asked(found, found.model.config.to_dict(), about)
+    return TinyRouter(asked=asked, experts=EXPERTS, hidden=HIDDEN)
+
+
 def causal_types() -> frozenset[str]:
     """The model types that transformers has a causal language model for."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -116,13 +133,13 @@ def causal_types() -> frozenset[str]:
 
 
 def flags_of(config: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The switches (true or false, or a word) of a config.json whose names say that they are about routing."""
+    """What may decide how a router chooses: switches, words and fractions of a config.json that are about routing."""
     named = re.compile(r"topk|score|scoring|expert|rout|renorm")
     return tuple(
         sorted(
             (key, value)
             for key, value in config.items()
-            if isinstance(value, (bool, str)) and named.search(key) and not key.startswith("output")
+            if isinstance(value, (bool, str, float)) and named.search(key) and not key.startswith("output")
         )
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moesaic.common.errors import MoesaicError
+from moesaic.families.dense_table import FAMILIES
 
 Config = Mapping[str, Any]
 
@@ -27,9 +28,20 @@ NONE = "none"
 
 
 def our_base(model_type: object) -> str | None:
-    """The dense base of `moesaic_<base>`; None where a model is not of our architecture."""
+    """The dense base of `moesaic_<base>`; None where a model is not of our architecture, but for its routers."""
+    base = base_of(model_type)
+    return base if base in FAMILIES else None
+
+
+def base_of(model_type: object) -> str | None:
+    """The base of `moesaic_<base>`, dense or with experts of its own; None where a model has no code of ours."""
     name = str(model_type)
     return name.removeprefix(MOE_PREFIX) if name.startswith(MOE_PREFIX) else None
+
+
+def native_type(model_type: object) -> str:
+    """The model type, that of the base where only routers are ours."""
+    return str(model_type) if our_base(model_type) else base_of(model_type) or str(model_type)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +273,7 @@ class MoEFamily:
 
     twin: DenseTwin | None = None
     no_twin: str = ""
-    """Why a checkpoint cannot become another family, or (without `twin`) our architecture."""
+    """Why a checkpoint cannot become another family, or (without `twin`) our architecture on a dense model."""
     export_first: tuple[str, ...] = ()
     """Model types of released checkpoints whose own code no longer imports: only `export` reads them."""
 

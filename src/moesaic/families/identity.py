@@ -62,15 +62,16 @@ def describe(checkpoint: Checkpoint, model: MoEModel) -> SourceModel:
 def sample_hash(checkpoint: Checkpoint) -> str:
     """xxh3 (128 bits, hex) over name, dtype and shape of every tensor and the first 4 KiB of it.
 
-    Of a tensor with three dimensions (stacked experts), of each of its slots. Any training changes it, and so does
-    putting back a single expert; reading whole checkpoints only to compare them would cost more than cutting them.
+    Of a tensor with three dimensions or more (stacked experts), of each of its slots. Any training changes it, and so
+    does putting back a single expert; reading whole checkpoints only to compare them would cost more than cutting them.
     """
     state = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_SAMPLE_BYTES))
-    for name in sorted(checkpoint.tensors):
-        info = checkpoint.tensors[name]
+    tensors = checkpoint.stored or checkpoint.tensors  # of a quantised one always the bytes in the files
+    for name in sorted(tensors):
+        info = tensors[name]
         state.update(json.dumps([name, info.dtype, list(info.shape)]).encode())
-        slots = info.shape[0] if len(info.shape) == 3 else 1
+        slots = info.shape[0] if len(info.shape) >= 3 else 1
         slot_bytes = info.nbytes // max(slots, 1)
         sample = buffer[: min(_SAMPLE_BYTES, slot_bytes)]
         with explained(info.file):

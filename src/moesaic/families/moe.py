@@ -73,7 +73,8 @@ USUAL = Places(
 """The names of the families with a row of `moe_table`."""
 
 _Named = tuple[str, str]
-"""A tensor's name, and what of it comes after `layers.N.`."""
+"""A tensor's name, and what comes after `layers.N.` in it, or in the name of the tensor whose codes or scales it has.
+"""
 
 PREDICTION_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """How many layers predict further tokens: stored behind the model's last one (DeepSeek-V3, GLM-4.5) or as
@@ -90,7 +91,8 @@ another layout."""
 class ExpertTensor:
     """A tensor with a slot per expert along `axis`, or (axis None) one tensor per expert, `{expert}` in its name.
 
-    `role` is gate, up, down, gate_up, one of these with `_bias`, router, router_bias or selection_bias.
+    `role` is gate, up, down, gate_up, one of these with `_bias`, router, router_bias or selection_bias; with a space
+    and the ending of the name behind it where it is of codes or scales that are moved as they are stored.
     """
 
     role: str
@@ -150,7 +152,8 @@ def read_experts(checkpoint: Checkpoint, family: MoEFamily) -> MoEModel:
     count = expert_count(config, family, checkpoint.name)
     by_layer: dict[int, list[_Named]] = {}
     for tensor in checkpoint.tensors:
-        if (match := _LAYER.match(tensor)) and (place := place_of(config, tensor)) is not None:
+        match = _LAYER.match(tensor.removesuffix(checkpoint.packed.get(tensor, "")))
+        if match and (place := place_of(config, tensor)) is not None:
             by_layer.setdefault(place, []).append((tensor, match["rest"]))
     _refuse_missing(checkpoint, by_layer, family)
     layers = tuple(
@@ -241,16 +244,19 @@ def _read_layer(
     shared: list[str] = []
     for name, rest in names:
         if place := places.stacked.get(rest):
-            stacked.append(_stacked(checkpoint, name, *place, count))
+            role, axis = place
+            stacked.append(_stacked(checkpoint, name, role + _part(checkpoint, name), axis, count))
         elif part := _OWN.match(rest):
             template = f"{part['head']}{{expert}}.{part['tail']}"
             if (role := places.own.get(template)) is None:
                 raise MoesaicError(f"{checkpoint.name}: unknown expert tensor {name}")
-            own.setdefault((role, name.removesuffix(rest) + template), set()).add(int(part["expert"]))
+            ending = checkpoint.packed.get(name, "")
+            stem = name.removesuffix(ending).removesuffix(rest) + template + ending
+            own.setdefault((role + _part(checkpoint, name), stem), set()).add(int(part["expert"]))
         elif any(rest.startswith(f"{start}.") for start in places.shared):
             shared.append(name)
     tensors = [*stacked, *(_own(checkpoint, *key, experts, count) for key, experts in own.items())]
-    roles = {tensor.role.removesuffix(REORDERED) for tensor in tensors}
+    roles = {tensor.role.partition(" ")[0] for tensor in tensors}
     if not roles - ROUTER_ROLES:
         return None
     inputs = {"gate", "up"} if family.gated else {"up"}
@@ -260,6 +266,11 @@ def _read_layer(
         )
     tensors.sort(key=lambda tensor: (tensor.role, tensor.name))
     return MoELayerTensors(layer=index, num_experts=count, expert_tensors=tuple(tensors), shared=tuple(sorted(shared)))
+
+
+def _part(checkpoint: Checkpoint, name: str) -> str:
+    """What is added to the role of a tensor that is codes or scales."""
+    return f" {ending}" if (ending := checkpoint.packed.get(name)) else ""
 
 
 def _stacked(checkpoint: Checkpoint, name: str, role: str, axis: int, count: int) -> ExpertTensor:

@@ -24,6 +24,7 @@ from moesaic.families.family import (
     GgufFacts,
     MoEFamily,
     NativeTarget,
+    native_type,
     our_base,
 )
 from moesaic.families.shrink import EXPERT_KEYS
@@ -327,8 +328,11 @@ def family_of(config: Config) -> MoEFamily | None:
     Raises:
         MoesaicError: a family whose class cannot be used, and why.
     """
-    if our_base(config.get("model_type")) is None:
-        return MOE_FAMILIES.get(str(config.get("model_type"))) or _derived(config)
+    model_type = config.get("model_type")
+    if our_base(model_type) is None:
+        native = native_type(model_type)
+        row = MOE_FAMILIES.get(native) or _derived({**config, "model_type": native})
+        return row if row is None or native == model_type else replace(row, model_type=str(model_type))
     return _OURS_WITH_SIGMOID if config.get(OURS.weighting) == "sigmoid" else OURS
 
 
@@ -339,7 +343,8 @@ def routed(config: Config) -> MoEFamily | None:
     """
     row = family_of(config)
     if row is not None and not row.derived and not row.routers:
-        row = _derived(config) if our_base(config.get("model_type")) is None else None
+        native = native_type(config.get("model_type"))  # of `moesaic_<family>`, whose routers ask the family's
+        row = _derived({**config, "model_type": native}) if our_base(native) is None else None
     return row if row is not None and row.routers else None
 
 

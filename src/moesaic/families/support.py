@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.common.errors import MoesaicError, suggest
-from moesaic.families.family import MoEFamily
+from moesaic.families.family import MoEFamily, base_of, native_type, our_base
 from moesaic.families.moe_table import EMO, MOE_FAMILIES, OURS
 
 VERBS = ("read", "inspect", "select", "extract", "merge-back", "restrict", "expand", "verify", "train", "rules")
@@ -72,7 +72,7 @@ def find(family: str) -> Support:
     Raises:
         MoesaicError: no such family, or why it cannot be used.
     """
-    name = OURS.model_type if family.startswith("moesaic_") else family
+    name = OURS.model_type if our_base(family) else native_type(family) if base_of(family) != "*" else family
     rows = support()
     for row in rows:
         if row.model_type == name:
@@ -88,7 +88,7 @@ def find(family: str) -> Support:
             f"{family}: not a family known here; {suggest(family, [row.model_type for row in rows])}"
         ) from error
     words = f"{DERIVED}: read off transformers' class, and nobody has tried it"
-    cells = dict.fromkeys(VERBS, words) | {"rules": words if row.routers else "no: its router decides as no other"}
+    cells = dict.fromkeys(VERBS, words) | {"rules": words if row.routers else "no: its router is no plain softmax"}
     return Support(model_type=name, about=row.about, notes=row.notes, cells={**cells, **_UNSEEN})
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 from wrapt import register_post_import_hook
 
 from moesaic.families.dense_table import FAMILIES
-from moesaic.modeling.names import STEMS
+from moesaic.modeling.names import AUTO_CLASSES, MOE_BASES, STEMS
 
 _AUTO = "transformers.models.auto"
 
@@ -22,20 +22,27 @@ def register() -> None:
     register_post_import_hook(_register_models, f"{_AUTO}.modeling_auto")
 
 
+def _stems() -> dict[str, str]:
+    """Base -> stem of its class names; of a base with experts it is transformers' own."""
+    known = sys.modules[f"{_AUTO}.configuration_auto"].CONFIG_MAPPING_NAMES
+    return STEMS | {base: known[base].removesuffix("Config") for base in MOE_BASES if base in known}
+
+
 def _register_configs(configuration_auto: ModuleType) -> None:
     mapping = configuration_auto.CONFIG_MAPPING
-    for base, stem in STEMS.items():
+    for base, stem in _stems().items():
         model_type = f"moesaic_{base}"
         configuration_auto.CONFIG_MAPPING_NAMES[model_type] = f"Moesaic{stem}Config"
         mapping._modules[model_type] = sys.modules["moesaic.modeling"]
 
 
 def _register_models(modeling_auto: ModuleType) -> None:
-    for mapping, names, kind in (
-        (modeling_auto.MODEL_MAPPING, modeling_auto.MODEL_MAPPING_NAMES, "Model"),
-        (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "ForCausalLM"),
-    ):
-        for base, stem in STEMS.items():
+    for auto, kind in AUTO_CLASSES.items():
+        if auto == "AutoConfig":
+            continue
+        mapping = getattr(modeling_auto, auto)._model_mapping
+        names = mapping._model_mapping
+        for base, stem in _stems().items():
             model_type = f"moesaic_{base}"
             names[model_type] = f"Moesaic{stem}{kind}"
             mapping._modules[model_type] = sys.modules["moesaic.modeling"]

@@ -1,18 +1,20 @@
-"""Mixture-of-experts models made from any dense decoder of transformers that has a gated FFN.
+"""Mixture-of-experts models made from any dense decoder of transformers that has a gated FFN, or from any MoE family.
 
 This file is complete in itself: it needs torch and transformers only. A copy of it lies next to every checkpoint that
 Moesaic writes, so that ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` works where Moesaic is
 not installed.
 
-``Moesaic<Base>Config``, ``Moesaic<Base>Model`` and ``Moesaic<Base>ForCausalLM`` are made on first use, as subclasses of
-the base's own classes: attention, norms, rope, caching, generation and weight tying are the base's. Only the ``mlp`` of
-the layers in ``config.moe_layers`` is replaced.
+``Moesaic<Base>Config``, ``Moesaic<Base>Model``, ``Moesaic<Base>ForCausalLM`` and the classes for classification of
+sequences and tokens and for question answering are made on first use, as subclasses of the base's own classes:
+attention, norms, rope, caching, generation and weight tying are the base's. Only the ``mlp`` of the layers in
+``config.moe_layers`` is replaced; of a base that has experts itself only the routers are (``MoesaicGroupRouter``).
 
 Letters in the names of tensors: T tokens, D hidden size, E routed experts, K experts per token, I width of an expert,
 G groups of experts, M members of the largest group, A = T * K assignments of a token to an expert, R rows (assignments
 sorted by expert, with padding), H = 2 * I.
 """
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -23,15 +25,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.generation.utils import GenerationMixin
 from transformers.integrations.moe import grouped_mm_experts_forward, use_experts_implementation
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import (
     CONFIG_MAPPING,
     CONFIG_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.utils import logging
 from transformers.utils.output_capturing import OutputRecorder
+
+logger = logging.get_logger(__name__)
 
 ROUTING_RULES = ("topk", "one_per_group")
 ROUTING_WEIGHTINGS = ("selected", "all", "sigmoid")
@@ -160,8 +172,11 @@ def _score_mean(logits_TE: Tensor, best_TG: Tensor, logits_TGM: Tensor, present_
 def _score_log_mean_exp(
     logits_TE: Tensor, best_TG: Tensor, logits_TGM: Tensor, present_GM: Tensor
 ) -> tuple[Tensor, Tensor]:
-    del logits_TE, best_TG
-    score_TG = logits_TGM.logsumexp(dim=-1) - present_GM.sum(dim=-1).to(logits_TGM.dtype).log()
+    del logits_TE
+    # Of equal logits this is that logit, bit for bit.
+    top_TG = best_TG.detach().masked_fill(best_TG.isneginf(), 0.0)
+    mean_TG = (logits_TGM - top_TG[..., None]).exp().sum(dim=-1) / present_GM.sum(dim=-1)
+    score_TG = top_TG + mean_TG.log()
     return score_TG, score_TG
 
 
@@ -522,32 +537,217 @@ def _activation(config: Any) -> Callable[[Tensor], Tensor]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Routers of bases that have experts themselves.
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ROUTERS = ("gate", "router")
+
+
+class MoesaicGroupRouter:
+    """Let the family's own router choose between groups of experts, and send a token to the best of each chosen group.
+
+    Stands before the class of a family's router (``group_router``), whose parameters have a slot per expert. That
+    class's forward is run on one member of each group at a time, for the logits, and then once on the groups: with
+    their scores as hidden states and the identity as its matrix. So all that a family does with logits (softmax or
+    sigmoid, a bias for the choice, groups of its own, scaling) is done by its own code, and done to each group once.
+    A number per expert, such as a bias, counts for a group as the mean of its experts', and within it as their own.
+    """
+
+    family: Any
+    members: list[list[int]]
+    group_score: str
+
+    def forward(self, hidden_states: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        """Return the logits (tokens, experts), the weights and the ids of the chosen experts."""
+        members_GM = torch.tensor(self.members, device=hidden_states.device)
+        present_GM = members_GM >= 0
+        safe_GM = members_GM.where(present_GM, members_GM[:, :1])
+        experts = int(present_GM.sum())
+        groups = {"num_experts": len(members_GM)}
+        outputs = []
+        for member_G in safe_GM.unbind(dim=1):
+            one = _Slots(
+                experts, matrix=functools.partial(torch.index_select, dim=0, index=member_G), vector=_zeros(member_G)
+            )
+            router = one.module(self, groups | {"training": False})
+            outputs.append(self.family.forward(router, hidden_states, *map(one.tensor, given)))
+        first_TG = outputs[0][0].reshape(-1, len(members_GM))
+        logits_TGM = torch.stack([output[0].reshape(first_TG.shape) for output in outputs], dim=-1)
+        score_TG = self._scores(logits_TGM, present_GM)
+
+        means = _Slots(
+            experts,
+            matrix=lambda _: torch.eye(len(members_GM), dtype=score_TG.dtype, device=score_TG.device),
+            vector=lambda vector: _group_mean(vector, safe_GM, present_GM, score_TG.dtype),
+        )
+        router = means.module(self, groups | ({"hidden_dim": len(members_GM)} if hasattr(self, "hidden_dim") else {}))
+        score = score_TG.reshape(*hidden_states.shape[:-1], -1)
+        _, weights, chosen, *more = self.family.forward(router, score, *map(means.tensor, given))
+
+        own_GM = sum(vector[safe_GM].detach() for vector in _vectors(self, given, experts))
+        best_TG = (logits_TGM.detach() + own_GM).masked_fill(~present_GM, -torch.inf).argmax(dim=-1)
+        chosen_TK = chosen.reshape(len(score_TG), -1)
+        ids_TK = safe_GM[chosen_TK, best_TG.gather(1, chosen_TK)]
+        logits_TE = first_TG.new_empty(len(first_TG), experts)
+        logits_TE = logits_TE.index_copy(1, members_GM[present_GM], logits_TGM[:, present_GM])
+        return logits_TE, weights.to(outputs[0][1].dtype), ids_TK.reshape(chosen.shape), *more
+
+    def _scores(self, logits_TGM: Tensor, present_GM: Tensor) -> Tensor:
+        wide_TGM = logits_TGM.to(torch.promote_types(logits_TGM.dtype, torch.float32))
+        wide_TGM = wide_TGM.masked_fill(~present_GM, -torch.inf)
+        score = _GROUP_SCORES[self.group_score]
+        return score(wide_TGM.flatten(1), wide_TGM.amax(dim=-1), wide_TGM, present_GM)[0].to(logits_TGM.dtype)
+
+
+class _Slots(NamedTuple):
+    """What takes the place of tensors with a slot per expert: of a matrix of E rows, and of E numbers."""
+
+    experts: int
+    matrix: Callable[[Tensor], Tensor]
+    vector: Callable[[Tensor], Tensor]
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, Tensor) or self.experts not in tensor.shape:
+            return tensor
+        return self.vector(tensor) if tensor.numel() == self.experts else self.matrix(tensor)
+
+    def module(self, module: Any, attributes: dict[str, Any]) -> Any:
+        """Return a module like this one with other slots and attributes; it shares nothing that would be changed."""
+        made = copy.copy(module)
+        made.__dict__ = {name: self.tensor(value) for name, value in module.__dict__.items()}
+        made.__dict__ |= {name: self.tensor(value) for name, value in (module._parameters | module._buffers).items()}
+        made._parameters, made._buffers = {}, {}
+        made._modules = {name: one and self.module(one, {}) for name, one in module._modules.items()}
+        made.__dict__ |= attributes
+        return made
+
+
+def _zeros(like_G: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda vector: vector.new_zeros([len(like_G) if size > 1 else 1 for size in vector.shape])
+
+
+def _group_mean(vector: Tensor, safe_GM: Tensor, present_GM: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mean of each group's numbers, in the shape of ``vector``; of equal ones exactly that number."""
+    own_GM = vector.reshape(-1).to(torch.promote_types(vector.dtype, dtype))[safe_GM]
+    away_GM = (own_GM - own_GM[:, :1]).masked_fill(~present_GM, 0.0)
+    mean_G = own_GM[:, 0] + away_GM.sum(dim=1) / present_GM.sum(dim=1)
+    return mean_G.reshape([len(safe_GM) if size > 1 else 1 for size in vector.shape])
+
+
+def _vectors(router: Any, given: Sequence[Tensor], experts: int) -> list[Tensor]:
+    """Return what a router has, or is given, as a number per expert, each flat."""
+    held = [value for module in router.modules() for value in module.__dict__.values()]
+    held += [*router.parameters(), *router.buffers(), *given]
+    return [one.reshape(-1) for one in held if isinstance(one, Tensor) and one.numel() == experts]
+
+
+@functools.cache
+def group_router(family: type) -> type:
+    """Return the class of a family's router that chooses between groups."""
+    return _named(type(family.__name__, (MoesaicGroupRouter, family), {"family": family}), f"Moesaic{family.__name__}")
+
+
+def _group_routers(model: nn.Module, config: Any) -> None:
+    """Make the routers of a model that is built choose between groups, where its config says so."""
+    if config.routing_rule != "one_per_group":
+        return
+    routers = [
+        next(getattr(block, name) for name in _ROUTERS if isinstance(getattr(block, name, None), nn.Module))
+        for block in model.modules()
+        if hasattr(getattr(block, "experts", None), "down_proj")
+    ]
+    groups = config.expert_groups
+    per_layer = groups if groups and isinstance(groups[0], list) else [groups or []] * len(routers)
+    if len(per_layer) != len(routers):
+        raise ValueError(
+            f"expert_groups has {len(per_layer)} lists: it must be one list, or one for each of the {len(routers)} "
+            "MoE layers"
+        )
+    for router, ids in zip(routers, per_layer, strict=True):
+        experts = max((one for one in router.parameters() if one.ndim == 2), key=Tensor.numel).shape[0]
+        if len(ids) != experts:
+            raise ValueError(
+                f"expert_groups has {len(ids)} entries: it must name a group for each of the {experts} experts"
+            )
+        router.__class__ = group_router(type(router))
+        router.members, router.group_score = group_members(ids), config.group_score
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Configuration.
 
 _TP_PLAN = {
     "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
     "layers.*.mlp.experts.down_proj": "rowwise",
     "layers.*.mlp.experts": "moe_tp_experts",
+}
+_SHARED_TP_PLAN = {
     "layers.*.mlp.shared_expert.gate_proj": "colwise",
     "layers.*.mlp.shared_expert.up_proj": "colwise",
     "layers.*.mlp.shared_expert.down_proj": "rowwise",
 }
 _EP_PLAN = {
     "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
-    "layers.*.mlp.experts.gate_up_proj_bias": "grouped_gemm",
     "layers.*.mlp.experts.down_proj": "grouped_gemm",
-    "layers.*.mlp.experts.down_proj_bias": "grouped_gemm",
     "layers.*.mlp.experts": "ep_dispatch_experts",
+}
+_BIAS_EP_PLAN = {
+    "layers.*.mlp.experts.gate_up_proj_bias": "grouped_gemm",
+    "layers.*.mlp.experts.down_proj_bias": "grouped_gemm",
 }
 
 
+def _tp_plan(config: Any, dense_plan: dict[str, Any]) -> dict[str, Any]:
+    """Rules for what is there: the base's own, of its FFNs where a layer has one, and those of MoE layers.
+
+    Experts with biases stay whole on every rank: each would add the whole bias to its part of the sum.
+    """
+    keeps_ffn = len(config.moe_layers) < config.num_hidden_layers
+    plan = {rule: how for rule, how in dense_plan.items() if keeps_ffn or ".mlp." not in rule}
+    if config.moe_layers:
+        plan |= {} if config.expert_mlp_bias else _TP_PLAN
+        plan |= _SHARED_TP_PLAN if config.num_shared_experts else {}
+    return plan
+
+
+def _ep_plan(config: Any) -> dict[str, Any]:
+    return (_EP_PLAN | (_BIAS_EP_PLAN if config.expert_mlp_bias else {})) if config.moe_layers else {}
+
+
+def _has_experts(base: str) -> bool:
+    """Whether a base has experts of its own, so that nothing but its routers is ours."""
+    names = dir(CONFIG_MAPPING[base])
+    return any(key in names or key in CONFIG_MAPPING[base].attribute_map for key in _EXPERT_COUNTS)
+
+
 def _make_config_class(base: str, stem: str) -> type:
+    make = _make_moe_config_class if _has_experts(base) else _make_dense_config_class
+    return _named(make(base, stem), f"Moesaic{stem}Config", _auto_class="AutoConfig")
+
+
+def _make_moe_config_class(base: str, stem: str) -> type:
     parent: Any = CONFIG_MAPPING[base]
 
     class Config(parent):
         model_type = f"moesaic_{base}"
-        base_model_tp_plan = (parent.base_model_tp_plan or {}) | _TP_PLAN
-        base_model_ep_plan = _EP_PLAN
+
+        routing_rule: str = "topk"
+        expert_groups: list[int] | list[list[int]] | None = None
+        group_score: str = "log_mean_exp"
+
+        def __post_init__(self, **kwargs: Any) -> None:
+            super().__post_init__(**kwargs)
+            self.auto_map = _auto_map(stem)
+            _check_choices(self, {"routing_rule": ROUTING_RULES, "group_score": GROUP_SCORES})
+
+    return Config
+
+
+def _make_dense_config_class(base: str, stem: str) -> type:
+    parent: Any = CONFIG_MAPPING[base]
+
+    class Config(parent):
+        model_type = f"moesaic_{base}"
 
         num_experts: int = 8
         num_experts_per_tok: int = 2
@@ -573,7 +773,15 @@ def _make_config_class(base: str, stem: str) -> type:
             self.auto_map = _auto_map(stem)
             check_moe_config(self)
 
-    return _named(Config, f"Moesaic{stem}Config", _auto_class="AutoConfig")
+        @property
+        def base_model_tp_plan(self) -> dict[str, Any]:
+            return _tp_plan(self, parent.base_model_tp_plan or {})
+
+        @property
+        def base_model_ep_plan(self) -> dict[str, Any]:
+            return _ep_plan(self)
+
+    return Config
 
 
 def check_moe_config(config: Any) -> None:
@@ -586,13 +794,8 @@ def check_moe_config(config: Any) -> None:
         raise ValueError(f"routed_scaling_factor is {config.routed_scaling_factor}: it must be a positive number")
     if config.num_shared_experts < 0:
         raise ValueError(f"num_shared_experts is {config.num_shared_experts}: it must be 0 (none) or more")
-    for key, choices in (
-        ("routing_rule", ROUTING_RULES),
-        ("routing_weighting", ROUTING_WEIGHTINGS),
-        ("group_score", GROUP_SCORES),
-    ):
-        if getattr(config, key) not in choices:
-            raise ValueError(f"{key} is {getattr(config, key)!r}: it must be one of {', '.join(choices)}")
+    choices = {"routing_rule": ROUTING_RULES, "routing_weighting": ROUTING_WEIGHTINGS, "group_score": GROUP_SCORES}
+    _check_choices(config, choices)
     layers = config.moe_layers
     if sorted(set(layers)) != layers or not all(0 <= layer < config.num_hidden_layers for layer in layers):
         raise ValueError(
@@ -602,6 +805,12 @@ def check_moe_config(config: Any) -> None:
         raise ValueError(f"num_experts_per_tok is {top_k}: there are only {experts} experts (num_experts)")
     if config.routing_rule == "one_per_group":
         _check_groups(config)
+
+
+def _check_choices(config: Any, choices: dict[str, tuple[str, ...]]) -> None:
+    for key, words in choices.items():
+        if getattr(config, key) not in words:
+            raise ValueError(f"{key} is {getattr(config, key)!r}: it must be one of {', '.join(words)}")
 
 
 def _check_groups(config: Any) -> None:
@@ -633,10 +842,9 @@ def _check_groups(config: Any) -> None:
 
 
 class _MoesaicPreTrained:
-    """What the model and its causal-LM head share."""
+    """What the model and its heads share."""
 
     config: Any
-    _keep_in_fp32_modules_strict = ("e_score_correction_bias",)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
@@ -669,23 +877,54 @@ class _MoesaicModel(_MoesaicPreTrained):
             super().__init__(config)  # pyright: ignore[reportCallIssue]
             for position, layer in enumerate(config.moe_layers):
                 self.layers[layer].mlp = MoesaicSparseMoeBlock(config, position)  # pyright: ignore
+        if config.selection_bias:
+            self._keep_in_fp32_modules_strict |= {"e_score_correction_bias"}  # pyright: ignore
         self.post_init()  # pyright: ignore
 
 
-class _MoesaicForCausalLM(_MoesaicPreTrained):
+class _MoesaicTask(_MoesaicPreTrained):
+    """A model with a head: the base's own causal LM, or one of transformers' generic heads, the same for every base."""
+
     model_class: type
 
     def __init__(self, config: Any):
-        wanted = config._experts_implementation
-        config._experts_implementation = None  # the dense model that is built in passing would refuse any other
+        # The dense model that is built in passing changes its config, and would refuse our experts' implementations.
+        dense = copy.deepcopy(config)
+        dense.__class__ = CONFIG_MAPPING[config.model_type.removeprefix("moesaic_")]
+        dense._experts_implementation = None
         with init.no_init_weights():
-            super().__init__(config)  # pyright: ignore[reportCallIssue]
-            config._experts_implementation = wanted
+            super().__init__(dense)  # pyright: ignore[reportCallIssue]
+            self.config = config
             self.model = self.model_class(config)
         self.post_init()  # pyright: ignore
 
 
+class _WithGroupRouters:
+    """The model, or the causal LM, of a base that has experts: its own, with other routers."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)  # pyright: ignore[reportCallIssue]
+        _group_routers(self, config)  # pyright: ignore[reportArgumentType]
+
+
+def _make_moe_class(base: str, name: str, mapping: Any, *more: type, **attributes: Any) -> type:
+    """Make a model class of a base that has experts; its checkpoints are stored as the base's are."""
+    parent: Any = mapping[CONFIG_MAPPING[base]]
+    for ours, theirs in ((f"moesaic_{base}", base), (name, parent.__name__)):
+        conversion = get_checkpoint_conversion_mapping(theirs)
+        if conversion is not None:
+            register_checkpoint_conversion_mapping(ours, conversion, overwrite=True)
+    body = {"__module__": __name__, **attributes}
+    return type(name, (_WithGroupRouters, parent, *more), body)
+
+
 def _make_model_class(base: str, stem: str) -> type:
+    name = f"Moesaic{stem}Model"
+    if _has_experts(base):
+        config_class = _get(f"Moesaic{stem}Config")
+        return _named(
+            _make_moe_class(base, name, MODEL_MAPPING, config_class=config_class), name, _auto_class="AutoModel"
+        )
     config_class = _get(f"Moesaic{stem}Config")
     parent: Any = MODEL_MAPPING[CONFIG_MAPPING[base]]
     body = {
@@ -696,14 +935,18 @@ def _make_model_class(base: str, stem: str) -> type:
             "expert_ids": OutputRecorder(MoesaicRouter, index=2),
         },
     }
-    cls = type(f"Moesaic{stem}Model", (_MoesaicModel, parent), body | {"__module__": __name__})
-    return _named(cls, f"Moesaic{stem}Model", _auto_class="AutoModel")
+    cls = type(name, (_MoesaicModel, parent), body | {"__module__": __name__})
+    return _named(cls, name, _auto_class="AutoModel")
 
 
 def _make_causal_lm_class(base: str, stem: str) -> type:
     config_class = _get(f"Moesaic{stem}Config")
     parent: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[base]]
     name = f"Moesaic{stem}ForCausalLM"
+    if _has_experts(base):
+        mapping = MODEL_FOR_CAUSAL_LM_MAPPING
+        made = _make_moe_class(base, name, mapping, GenerationMixin, config_class=config_class)
+        return _named(made, name, _auto_class="AutoModelForCausalLM")
     body = {
         "config_class": config_class,
         "model_class": _get(f"Moesaic{stem}Model"),
@@ -711,9 +954,16 @@ def _make_causal_lm_class(base: str, stem: str) -> type:
         "__module__": __name__,
     }
     # GenerationMixin is named so that transformers sees it among the direct bases and leaves the class alone.
-    return _named(
-        type(name, (_MoesaicForCausalLM, parent, GenerationMixin), body), name, _auto_class="AutoModelForCausalLM"
-    )
+    return _named(type(name, (_MoesaicTask, parent, GenerationMixin), body), name, _auto_class="AutoModelForCausalLM")
+
+
+def _make_head_class(kind: str, generic: type, base: str, stem: str) -> type:
+    model_class: Any = _get(f"Moesaic{stem}Model")
+    dense: Any = MODEL_MAPPING[CONFIG_MAPPING[base]]
+    parent = next(cls for cls in dense.__mro__[1:] if issubclass(cls, PreTrainedModel))
+    body = {"config_class": model_class.config_class, "model_class": model_class, "__module__": __name__}
+    name = f"Moesaic{stem}{kind}"
+    return _named(type(name, (_MoesaicTask, generic, parent), body), name, _auto_class=f"AutoModel{kind}")
 
 
 def _with_router_logits(parent_forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -744,13 +994,31 @@ def _with_router_logits(parent_forward: Callable[..., Any]) -> Callable[..., Any
             aux_loss = load_balancing_loss(router_logits, seen[0].expert_ids, given.get("attention_mask"))
             if output.loss is not None:
                 output.loss = output.loss + config.router_aux_loss_coef * aux_loss.to(output.loss.device)
+        elif self.training and output.loss is not None:
+            _tell_that_nothing_balances(self.model)
         made = MoeCausalLMOutputWithPast(aux_loss=aux_loss, router_logits=router_logits, **output)
         return made if (config.return_dict if return_dict is None else return_dict) else made.to_tuple()
 
     functools.update_wrapper(forward, parent_forward)
     extra = inspect.Parameter("output_router_logits", inspect.Parameter.KEYWORD_ONLY, default=None)
-    forward.__signature__ = signature.replace(parameters=[*named, extra, rest])  # pyright: ignore
+    returned = tuple[Any, ...] | MoeCausalLMOutputWithPast
+    forward.__annotations__ = parent_forward.__annotations__ | {"return": returned}
+    forward.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
+        parameters=[*named, extra, rest], return_annotation=returned
+    )
     return forward
+
+
+def _tell_that_nothing_balances(model: Any) -> None:
+    """Say once that training goes on without a balancing loss, unless Moesaic's own callback watches the load."""
+    routers = [layer.mlp.gate for layer in model.layers if isinstance(layer.mlp, MoesaicSparseMoeBlock)]
+    watched = any(getattr(vars(router).get("_moesaic_router"), "watched", False) for router in routers)
+    if routers and not watched and not torch.compiler.is_compiling():
+        logger.warning_once(
+            "This mixture of experts trains without a balancing loss, so experts may fall out of use. Set "
+            "output_router_logits=True in the model's config (its router_aux_loss_coef then counts), or add "
+            "moesaic.RoutingCallback(balance=...) to the trainer."
+        )
 
 
 def load_balancing_loss(
@@ -784,16 +1052,22 @@ def _kept_tokens(attention_mask: Tensor | None, logits_TE: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 # The classes are made when they are asked for, so that only the base in use is imported.
 
+_HEADS = {
+    "ForSequenceClassification": GenericForSequenceClassification,
+    "ForTokenClassification": GenericForTokenClassification,
+    "ForQuestionAnswering": GenericForQuestionAnswering,
+}
 _MAKERS: dict[str, Callable[[str, str], type]] = {
     "Config": _make_config_class,
     "Model": _make_model_class,
     "ForCausalLM": _make_causal_lm_class,
+    **{kind: functools.partial(_make_head_class, kind, generic) for kind, generic in _HEADS.items()},
 }
 
 
 def _auto_map(stem: str) -> dict[str, str]:
-    kinds = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
-    return {auto: f"modeling_moesaic.Moesaic{stem}{kind}" for auto, kind in kinds.items()}
+    autos = {kind if kind in ("Config", "Model") else f"Model{kind}": kind for kind in _MAKERS}
+    return {f"Auto{auto}": f"modeling_moesaic.Moesaic{stem}{kind}" for auto, kind in autos.items()}
 
 
 def _named(cls: type, name: str, **attributes: Any) -> type:

@@ -6,33 +6,54 @@ from typing import Any
 
 from moesaic.common.errors import MoesaicError
 from moesaic.families.dense_table import FAMILIES
-from moesaic.families.family import DenseTwin, MoEFamily, our_base
-from moesaic.families.moe_table import MOE_FAMILIES, OURS
+from moesaic.families.family import DenseTwin, base_of
+from moesaic.families.moe_table import MOE_FAMILIES
+from moesaic.families.support import tested
+
+AUTO_CLASSES = {
+    "AutoConfig": "Config",
+    "AutoModel": "Model",
+    **{
+        f"AutoModel{kind}": kind
+        for kind in ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+    },
+}
+"""Auto class of transformers -> the end of the name of ours."""
 
 STEMS = {row.model_type: row.stem for row in FAMILIES.values()}
 """Model type of a dense base -> the stem of its class names."""
 
+MOE_BASES = tuple(dict.fromkeys((*MOE_FAMILIES, *tested())))
+"""Model types whose models have experts themselves, and get routers of ours."""
+
 
 def class_names(base_model_type: str) -> dict[str, Any]:
-    """Return the entries of ``config.json`` that name the MoE classes made from a dense base.
+    """Return the entries of ``config.json`` that name our classes made from a base, dense or with experts of its own.
 
     The keys are ``model_type``, ``architectures`` and ``auto_map``. Raises ``MoesaicError`` for a base without an MoE
     architecture.
     """
-    if base_model_type not in STEMS:
+    stem = STEMS.get(base_model_type) or _stem_of_moe(base_model_type)
+    if stem is None:
         raise MoesaicError(
             f"model_type {base_model_type!r} has no MoE architecture; the bases that have one are {', '.join(STEMS)}"
         )
-    stem = STEMS[base_model_type]
     return {
         "model_type": f"moesaic_{base_model_type}",
         "architectures": [f"Moesaic{stem}ForCausalLM"],
-        "auto_map": {
-            "AutoConfig": f"modeling_moesaic.Moesaic{stem}Config",
-            "AutoModel": f"modeling_moesaic.Moesaic{stem}Model",
-            "AutoModelForCausalLM": f"modeling_moesaic.Moesaic{stem}ForCausalLM",
-        },
+        "auto_map": {auto: f"modeling_moesaic.Moesaic{stem}{kind}" for auto, kind in AUTO_CLASSES.items()},
     }
+
+
+def _stem_of_moe(base_model_type: str) -> str | None:
+    """The stem of a family that has experts itself: transformers' own name; None for a family that is not one."""
+    if base_model_type not in MOE_BASES:
+        return None
+    from transformers.models.auto.configuration_auto import (
+        CONFIG_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
+    )
+
+    return CONFIG_MAPPING_NAMES[base_model_type].removesuffix("Config")
 
 
 def modeling_file() -> Path:
@@ -42,20 +63,9 @@ def modeling_file() -> Path:
 
 def code_files(config: Mapping[str, Any]) -> dict[str, str]:
     """Name and text of the code that a checkpoint with this config brings along: none where the family is not ours."""
-    if our_base(config.get("model_type")) is None:
+    if base_of(config.get("model_type")) is None:
         return {}
     return {modeling_file().name: modeling_file().read_text(encoding="utf-8")}
-
-
-def conversion_of(family: MoEFamily, name: str) -> DenseTwin:
-    """How a native family becomes ours, for `expand --routing one_per_copy_group`; a MoesaicError says why it can't."""
-    if family.twin is None:
-        converting = [row.model_type for row in MOE_FAMILIES.values() if row.twin is not None]
-        raise MoesaicError(
-            f"--routing one_per_copy_group: {name}: {family.model_type} cannot become our architecture, because "
-            f"{family.no_twin}; use --routing plain (families that convert: {OURS.model_type}, {', '.join(converting)})"
-        )
-    return family.twin
 
 
 _ROUTER_KEYS = (

@@ -1,11 +1,17 @@
 """What `plan` is asked, and what it says: plain numbers for `--json`, lines for people. No torch."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from moesaic.common.errors import MoesaicError
+from moesaic.common.shown import Shown
 from moesaic.families.costs import FLOPS_FORMULA, number, size
 from moesaic.families.counting import ParameterCount
+from moesaic.planning.serving import Device, Gpu, Serving
+from moesaic.training.planning import UTILISATION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,13 +19,27 @@ class PlanRecipe:
     """What to plan, and for which length of a sequence."""
 
     source: Any
-    """A recipe (.yaml, or a name of moesaic recipes list), a checkpoint folder, or a hub id org/name[@revision]."""
+    """A recipe (.yaml, or a name of moesaic recipes list), a checkpoint folder, a hub id org/name[@revision], or a
+    config.json alone."""
     context: int | None = None
     """Sequence length in tokens that FLOPs and the key/value cache are stated for. Default: 4096."""
+    gpu: Gpu = "H100"
+    """Device that serving is stated for."""
+    mfu: float = UTILISATION
+    """Share of the device's dense bf16 peak that reading a prompt reaches."""
+    price: float = 2.0
+    """Price of a device for an hour, in any currency; the default is an assumption, not an offer."""
+
+    def __post_init__(self) -> None:
+        """Refuse a share or a price that is none."""
+        if not 0 < self.mfu <= 1:
+            raise MoesaicError(f"mfu must be above 0 and at most 1, got {self.mfu}")
+        if not 0 <= self.price < float("inf"):
+            raise MoesaicError(f"price must be a number of at least 0, got {self.price}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanReport:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlanReport(Shown):
     """Sizes and costs of a checkpoint or of what a recipe makes.
 
     Attributes:
@@ -31,6 +51,8 @@ class PlanReport:
         flops_per_token, flops_formula: forward, and what is counted; attention at `context` tokens.
         context: sequence length in tokens for FLOPs and cache.
         kv_cache_bytes: of one sequence of `context` tokens in the weights' data type.
+        kv_cache_bytes_per_token: what one token adds to it, and `per_further_token` once sliding windows are full.
+        serving: devices that hold the weights and that cache, and what reading a prompt costs on them.
         memory_to_run_bytes: weights plus that cache; activations come on top.
         memory_to_convert_bytes: estimated peak resident memory of `upcycle`; None where there is nothing to convert.
         download_bytes: weights that are not on this machine yet.
@@ -49,6 +71,8 @@ class PlanReport:
     flops_formula: str = FLOPS_FORMULA
     context: int
     kv_cache_bytes: int
+    kv_cache_bytes_per_token: int
+    kv_cache_bytes_per_further_token: int
     memory_to_run_bytes: int
     memory_to_convert_bytes: int | None = None
     download_bytes: int = 0
@@ -56,12 +80,18 @@ class PlanReport:
     minutes: float | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    serving: Serving | None = None
+
+    def served_by(self, device: Device) -> PlanReport:
+        """The report with what serving on such devices takes."""
+        return replace(self, serving=device.serve(self.memory_to_run_bytes, self.flops_per_token))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON-ready plain values; bytes, FLOPs and counts are integers."""
         return {
             **vars(self),
             "parameters": self.parameters.to_dict(),
+            "serving": None if self.serving is None else asdict(self.serving),
             "details": dict(self.details),
             "notes": list(self.notes),
         }
@@ -96,6 +126,11 @@ class PlanReport:
                 f"{self.context:,} tokens; activations on top)",
             ),
         ]
+        further = self.kv_cache_bytes_per_further_token
+        beyond = "" if further == self.kv_cache_bytes_per_token else f", {size(further)} once windows are full"
+        rows.append(("cache per token", f"{size(self.kv_cache_bytes_per_token)}{beyond}"))
+        if self.serving is not None:
+            rows += self.serving.rows()
         if self.memory_to_convert_bytes is not None:
             rows.append(("memory to convert", f"about {size(self.memory_to_convert_bytes)}"))
         if self.disk_bytes:

@@ -12,6 +12,7 @@ from moesaic.common.verbs import verb
 from moesaic.common.yaml_text import parse_yaml, read_yaml
 from moesaic.families.config_values import refuse_config
 from moesaic.families.costs import (
+    attention_layers,
     bytes_per_value,
     flops_per_token,
     kv_cache_bytes,
@@ -22,8 +23,11 @@ from moesaic.families.costs import (
 from moesaic.families.counting import Shapes, config_shapes, count_shapes
 from moesaic.families.dense import detect
 from moesaic.families.dense_table import FAMILIES
-from moesaic.families.family import MOE_PREFIX
+from moesaic.families.family import our_base
+from moesaic.families.moe import PREDICTION_KEYS
+from moesaic.planning.config_only import open_config
 from moesaic.planning.recipe import PlanRecipe, PlanReport
+from moesaic.planning.serving import Device
 from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.training.planning import TrainPlan, plan_train
 from moesaic.training.recipe import TrainRecipe
@@ -35,6 +39,9 @@ DEFAULT_CONTEXT = 4096
 
 CONVERSION_BYTES_PER_SECOND = 0.8e9
 """Bytes read plus written per second by one conversion; docs/plan.md has the measurement."""
+
+_FAR = 1 << 40
+"""Tokens beyond any sliding window."""
 
 START_SECONDS = 2.0
 """Importing torch, reading headers, syncing."""
@@ -54,10 +61,15 @@ def plan(recipe: PlanRecipe) -> PlanReport | TrainPlan:
     Raises:
         MoesaicError: nothing is there, it cannot be read, or it is neither a checkpoint nor a recipe.
     """
-    source = recipe.source
+    source, device = recipe.source, Device(name=recipe.gpu, mfu=recipe.mfu, price=recipe.price)
     context = DEFAULT_CONTEXT if recipe.context is None else recipe.context
     if context < 1:
         raise MoesaicError(f"context {context}: must be at least 1 token")
+    report = _plan_of(source, context)
+    return report.served_by(device) if isinstance(report, PlanReport) else report
+
+
+def _plan_of(source: Any, context: int) -> PlanReport | TrainPlan:
     if isinstance(source, Checkpoint):
         return plan_checkpoint(source, context=context)
     if isinstance(source, UpcycleRecipe):
@@ -67,6 +79,8 @@ def plan(recipe: PlanRecipe) -> PlanReport | TrainPlan:
     path = Path(source)
     if path.suffix in {".yaml", ".yml"}:
         return _plan_recipe(path, read_yaml(path), str(source), context)
+    if path.suffix == ".json":
+        return plan_checkpoint(open_config(path), context=context)
     if str(source) in {shipped.name for shipped in shipped_recipes()} and not path.exists():
         content = parse_yaml(read_recipe(str(source)), str(source))
         return _plan_recipe(content, content, str(source), context)
@@ -117,16 +131,24 @@ def plan_checkpoint(checkpoint: Checkpoint, *, context: int) -> PlanReport:
         shapes = {name: info.shape for name, info in checkpoint.tensors.items() if name not in model.dropped}
         notes += model.notices
         convert = memory_to_convert()
-    elif model_type.startswith(MOE_PREFIX):
+    elif our_base(model_type):
         _check_ours(checkpoint, config)
     figures = _figures(
         shapes,
         config,
         context,
-        weights=sum(info.nbytes for info in checkpoint.tensors.values()),
+        weights=sum(info.nbytes for info in (checkpoint.stored or checkpoint.tensors).values()),
         value_bytes=bytes_per_value(checkpoint),
     )
     experts = figures["parameters"].moe_layers
+    if checkpoint.stored is not None:
+        notes.append("is quantised: bytes are those of its codes and scales, cache and FLOPs those of bf16")
+    known, depth = len(attention_layers(shapes, config)), int(config.get("num_hidden_layers") or 0)
+    if known < depth:
+        notes.append(f"{depth - known} of {depth} layers have no key/value cache or one of a kind that is not counted")
+    if not figures["parameters"].not_run:
+        told = [f"{key} {config[key]}" for key in PREDICTION_KEYS if config.get(key)]
+        notes += [f"{one}: such layers come on top on disk, and do not run" for one in told]
     if not experts and model_type not in FAMILIES:
         notes.append(f"{model_type} is not in the table of dense families: counted by tensor names, not checked")
         notes.append(str(refuse_config(checkpoint.config, config, checkpoint.name, sorted(FAMILIES))))
@@ -146,7 +168,10 @@ def _figures(
 ) -> dict[str, Any]:
     """What running a model takes, by the fields of the report."""
     cache = kv_cache_bytes(shapes, config, context, value_bytes)
+    first, reach = (kv_cache_bytes(shapes, config, tokens, value_bytes) for tokens in (1, _FAR))
     return {
+        "kv_cache_bytes_per_token": first,
+        "kv_cache_bytes_per_further_token": kv_cache_bytes(shapes, config, _FAR + 1, value_bytes) - reach,
         "parameters": count_shapes(shapes, config),
         "weight_bytes": weights,
         "flops_per_token": flops_per_token(shapes, config, context),

@@ -10,6 +10,7 @@ from moesaic.analysis.format import is_inspection, read_inspection
 from moesaic.analysis.inspection import Inspection
 from moesaic.checkpoint.pio import write_file
 from moesaic.common.errors import MoesaicError
+from moesaic.common.shown import Shown
 from moesaic.common.verbs import verb
 from moesaic.reporting.page import render, size
 from moesaic.reporting.payload import (
@@ -38,8 +39,8 @@ class Source:
     """Short name on the page; different for all inputs of a kind."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReportResult:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ReportResult(Shown):
     """What was written."""
 
     out: Path
@@ -52,7 +53,6 @@ class ReportResult:
     reader_layers: tuple[tuple[int, int], ...]
     """Per model, layers that the reader has and MoE layers of the model."""
 
-    @property
     def lines(self) -> list[str]:
         """What was written, for people."""
         parts = [

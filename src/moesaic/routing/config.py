@@ -82,6 +82,14 @@ class RuleConfig:
                 "family's have sigmoids, biases, groups or factors: use topk or document_pool"
             )
 
+    def refuse_other_groups(self, own_rule: str) -> None:
+        """Refuse (MoesaicError) any rule but its own for a family's router that decides between groups of experts."""
+        if (self.rule or own_rule) != own_rule or self.expert_groups is not None or self.group_score is not None:
+            raise MoesaicError(
+                "routing: this family's own routers choose between the groups that config.json names, and follow no "
+                "other rule, groups or score; leave routing.rule, expert_groups and group_score out"
+            )
+
 
 def check_groups(groups: Sequence[int] | None, *, num_experts: int, top_k: int) -> Sequence[int]:
     """The groups that `one_per_group` works with; a MoesaicError where they are missing or do not fit the experts."""

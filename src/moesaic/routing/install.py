@@ -20,8 +20,10 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_recipe
 from moesaic.families.family import Decision, MoEFamily
 from moesaic.families.moe_table import MOE_FAMILIES, routed
+from moesaic.routing.added import AddedGradients
 from moesaic.routing.capture import decision_of
 from moesaic.routing.config import RULES_WORK_ON, RuleConfig
+from moesaic.routing.own_bias import OUR_ROUTER, ROW, bias_tensors, give_own_biases, misfit, own_bias
 from moesaic.routing.pools import RoutingContext
 from moesaic.routing.restrict import num_experts
 from moesaic.routing.rules import OwnChoice, RouterSettings, RoutingDecision, build_rule, decide
@@ -32,9 +34,10 @@ _ATTRIBUTE = "_moesaic_router"
 class RoutingRecord:
     """The decisions of one forward pass, in the order of the MoE layers."""
 
-    def __init__(self, context: RoutingContext, *, pools: bool | None) -> None:
+    def __init__(self, context: RoutingContext, *, pools: bool | None, added: AddedGradients | None) -> None:
         self.context = context
         self.pools = pools
+        self.added = added
         self._by_layer: dict[int, RoutingDecision] = {}
 
     @property
@@ -86,6 +89,11 @@ class InstalledRouter:
         self.layer = layer
         self.rule = build_rule(installation.config, settings)
 
+    @property
+    def watched(self) -> bool:
+        """Whether a `routing_context` is open; our models ask, before they say that nothing balances them."""
+        return self.installation.record is not None
+
     @torch.compiler.disable  # recording is a side effect per layer: traced, every layer would be compiled again
     def forward(self, hidden_states: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         """Return logits_TE, weights_TK and expert_ids_TK, as the routers of transformers do."""
@@ -97,7 +105,7 @@ class InstalledRouter:
             dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
             weight_ED: Tensor = self.router.weight  # pyright: ignore[reportAssignmentType]
             decision = self._decide(F.linear(hidden_TD.to(dtype), weight_ED.to(dtype)), own_bias(self.router))
-        weights_TK = decision.weights_TK
+        weights_TK = self._tapped(decision.weights_TK, decision)
         if self.settings.cast_weights:
             weights_TK = weights_TK.to(hidden_states.dtype)
         return decision.logits_TE, weights_TK, decision.expert_ids_TK
@@ -112,15 +120,22 @@ class InstalledRouter:
             number_E = _number(self.router, rule, hidden_states, *given)
             bias_E = None if rule.bias_on == "weights" else number_E
             decision = self._decide(logits_TE, bias_E, itself=(weights_TK, ids_TK))
+            first, weights, ids, *more = output
             if decision.expert_ids_TK is ids_TK:
-                return tuple(output)
+                return first, self._tapped(weights, decision), ids, *more
             weights_TK = decision.weights_TK
             if rule.bias_on == "weights":
                 assert number_E is not None
                 weights_TK = weights_TK * number_E[decision.expert_ids_TK]
-        first, weights, ids, *more = output
-        weights = weights_TK.to(weights.dtype).reshape(weights.shape)
+        weights = self._tapped(weights_TK, decision).to(weights.dtype).reshape(weights.shape)
         return first, weights, decision.expert_ids_TK.reshape(ids.shape), *more
+
+    def _tapped(self, weights: Tensor, decision: RoutingDecision) -> Tensor:
+        """The same weights; what `AddedGradients` has for this layer's logits joins where backward passes them."""
+        record = self.installation.record
+        if record is None or record.added is None:
+            return weights
+        return record.added.tap(self.layer, weights, decision.logits_TE)
 
     def _decide(
         self, logits_TE: Tensor, bias_E: Tensor | None, itself: tuple[Tensor, Tensor] | None = None
@@ -138,7 +153,8 @@ class InstalledRouter:
                 raise RuntimeError("the document pool needs `with routing_context(...)` around forward and backward")
             return decide(self.rule, logits_TE, bias_E=bias_E, itself=itself)
         earlier = record.recorded(self.layer)
-        if earlier is not None and logits_TE.requires_grad and not earlier.logits_TE.requires_grad:
+        in_graph = earlier is None or earlier.logits_TE.requires_grad or record.added is not None
+        if logits_TE.requires_grad and not in_graph:
             raise RuntimeError(
                 "activation checkpointing must be non-reentrant (use_reentrant=False): losses had no graph"
             )
@@ -168,13 +184,12 @@ def install(model: nn.Module, config: RuleConfig, *, selection_bias: Tensor | bo
     that do not fit it.
     """
     routers = find_routers(model)
+    if selection_bias is not None and selection_bias is not False:
+        _refuse_bias_of_groups(routers)
     if isinstance(selection_bias, bool):
         selection_bias = _first_bias(model, routers) if selection_bias else None
     elif selection_bias is not None and selection_bias.shape != (len(routers), routers[0][1].num_experts):
-        raise MoesaicError(
-            f"selection_bias is {list(selection_bias.shape)}, but the model has {len(routers)} MoE layers of "
-            f"{routers[0][1].num_experts} experts; the moesaic.json is another checkpoint's"
-        )
+        raise misfit(selection_bias, len(routers), routers[0][1].num_experts)
     installation = Installation(config, selection_bias=selection_bias)
     installed = [
         InstalledRouter(router, settings, installation, layer) for layer, (router, settings) in enumerate(routers)
@@ -189,6 +204,14 @@ def install(model: nn.Module, config: RuleConfig, *, selection_bias: Tensor | bo
     return installation
 
 
+def _refuse_bias_of_groups(routers: list[tuple[nn.Module, RouterSettings]]) -> None:
+    if any(settings.own is not None and settings.groups is not None for _, settings in routers):
+        raise MoesaicError(
+            "losses.bias_balancing: this family's routers choose between groups of experts, and follow no bias of "
+            "ours; use losses.balance"
+        )
+
+
 def _first_bias(model: nn.Module, routers: list[tuple[nn.Module, RouterSettings]]) -> Tensor:
     """What loss-free balancing starts from: the family's own biases, or zeros."""
     own = [tensor.detach() for _, tensor in bias_tensors(model).values()]
@@ -199,9 +222,15 @@ def _first_bias(model: nn.Module, routers: list[tuple[nn.Module, RouterSettings]
 
 
 def reinstall(model: nn.Module, record: Mapping[str, Any]) -> Installation:
-    """Install what `Installation.to_record` described (the `routing` entry of `moesaic.json`)."""
+    """Install what `Installation.to_record` described (the `routing` entry of `moesaic.json`).
+
+    Routers that can hold a bias themselves get it, so that it is saved with the model: files of earlier versions have
+    it in the record alone.
+    """
     bias = record["selection_bias"]
-    tensor = None if bias is None else torch.tensor(bias, dtype=torch.float32, device=next(model.parameters()).device)
+    tensor = None if bias is None else torch.tensor(bias, dtype=torch.float32)
+    if tensor is not None:
+        tensor = None if give_own_biases(model, tensor) else tensor.to(next(model.parameters()).device)
     return install(model, load_recipe(RuleConfig, record["rule"]), selection_bias=tensor)
 
 
@@ -214,20 +243,25 @@ def find_installation(model: nn.Module) -> Installation | None:
 
 @contextmanager
 def routing_context(
-    model: nn.Module | Installation, context: RoutingContext, *, pools: bool | None = None
+    model: nn.Module | Installation,
+    context: RoutingContext,
+    *,
+    pools: bool | None = None,
+    added: AddedGradients | None = None,
 ) -> Iterator[RoutingRecord]:
     """Let the routers know the documents of one micro-batch, and collect their decisions.
 
     Wrap forward, losses and backward: activation checkpointing (non-reentrant) runs the routers again in backward, with
     the pools of the first run and without recording twice. `pools` says whether `document_pool` constrains the tokens;
-    None means in training mode only.
+    None means in training mode only. `added` brings the gradients of losses that are in no graph, and then
+    checkpointing may be reentrant.
     """
     installation = model if isinstance(model, Installation) else find_installation(model)
     if installation is None:
         raise RuntimeError("no rule is installed on this model: call install first")
     if installation.record is not None:
         raise RuntimeError("a routing_context is already open on this model")
-    installation.record = RoutingRecord(context, pools=pools)
+    installation.record = RoutingRecord(context, pools=pools, added=added)
     try:
         yield installation.record
     finally:
@@ -240,32 +274,25 @@ def routing_context(
 _FAMILY_OF = {name: row for row in MOE_FAMILIES.values() for name in row.routers}
 """Class of a router -> the family whose routers it is of."""
 
-_ROW = "_moesaic_row"
-"""The attribute of a router that holds the row of a family which is read off its class, and what its config says."""
-
-_OUR_ROUTER = "MoesaicRouter"
-
-OWN_BIAS = "e_score_correction_bias"
-"""Name of the bias in our routers."""
-
 
 def _settings(router: Any, name: str) -> RouterSettings:
     """What a router of this class does by itself."""
-    if _ROW in router.__dict__:
-        return _read_off(router, *router.__dict__[_ROW])
-    own = RouterSettings(num_experts=router.num_experts, top_k=router.top_k, weighting="selected", cast_weights=True)
-    if name == _OUR_ROUTER:
-        members: list[list[int]] = router.members or []
-        group_of = {expert: group for group, experts in enumerate(members) for expert in experts if expert >= 0}
-        groups = tuple(group_of[expert] for expert in range(router.num_experts)) if members else None
-        return replace(
-            own,
-            weighting=router.weighting,
-            groups=groups,
-            group_score=router.group_score,
-            routed_scaling_factor=router.routed_scaling_factor,
+    if ROW in router.__dict__:
+        own = _read_off(router, *router.__dict__[ROW])
+    else:
+        own = RouterSettings(
+            num_experts=router.num_experts, top_k=router.top_k, weighting="selected", cast_weights=True
         )
-    return replace(own, **_as_written(router, _FAMILY_OF[name]))
+        if name == OUR_ROUTER:
+            own = replace(own, weighting=router.weighting, routed_scaling_factor=router.routed_scaling_factor)
+        else:
+            own = replace(own, **_as_written(router, _FAMILY_OF[name]))
+    members: list[list[int]] | None = getattr(router, "members", None)
+    if not members:
+        return own
+    group_of = {expert: group for group, experts in enumerate(members) for expert in experts if expert >= 0}
+    groups = tuple(group_of[expert] for expert in range(own.num_experts))
+    return replace(own, groups=groups, group_score=router.group_score)
 
 
 def _as_written(router: Any, row: MoEFamily) -> dict[str, Any]:
@@ -301,44 +328,6 @@ def _number(router: nn.Module, rule: Decision, *given: Any) -> Tensor | None:
     return given[names.index(rule.bias)].reshape(-1)
 
 
-def bias_tensors(model: nn.Module) -> dict[str, tuple[nn.Module, Tensor]]:
-    """Name -> router and tensor of the selection biases that a family stores itself, in the order of its layers.
-
-    Not of our architecture, whose biases are the installation's while there is one.
-    """
-    found: dict[str, tuple[nn.Module, Tensor]] = {}
-    named = dict((*model.named_parameters(), *model.named_buffers()))
-    for name, module in model.named_modules():
-        row: MoEFamily | None = module.__dict__.get(_ROW, (None,))[0]
-        if row is None or row.decision is None or row.decision.bias_on not in ("scores", "logits"):
-            continue
-        for place in (name, name.rpartition(".")[0]):
-            if (bias := f"{place}.{row.decision.bias}") in named:
-                found[bias] = (module, named[bias])
-    return found
-
-
-def own_bias(router: nn.Module) -> Tensor | None:
-    """The selection bias that a router holds as a tensor of the model, (experts,) in fp32; None where it has none."""
-    bias: Any = getattr(router, OWN_BIAS, None)
-    return bias
-
-
-def take_own_biases(model: nn.Module) -> Tensor | None:
-    """Take the biases off the routers of our architecture, so that training can move them: (layers, experts) or None.
-
-    The caller's config has to say that there are none; a result of training has them again. Other families' stay.
-    """
-    ours = (one for one in model.modules() if any(base.__name__ == _OUR_ROUTER for base in type(one).__mro__))
-    routers = [router for router in ours if own_bias(router) is not None]
-    if not routers:
-        return None
-    biases = torch.stack([router._buffers[OWN_BIAS].clone() for router in routers])  # pyright: ignore
-    for router in routers:
-        router._buffers[OWN_BIAS] = None
-    return biases
-
-
 def find_routers(model: nn.Module) -> list[tuple[nn.Module, RouterSettings]]:
     """Return the routers of a model in the order of its layers, with what each does by itself.
 
@@ -350,9 +339,9 @@ def find_routers(model: nn.Module) -> list[tuple[nn.Module, RouterSettings]]:
     for module in model.modules():
         names = [base.__name__ for base in type(module).__mro__]
         if seen is not None and any(name in seen[0].routers for name in names):
-            module.__dict__[_ROW] = seen
-        known = _ROW in module.__dict__
-        name = next((name for name in names if known or name == _OUR_ROUTER or name in _FAMILY_OF), None)
+            module.__dict__[ROW] = seen
+        known = ROW in module.__dict__
+        name = next((name for name in names if known or name == OUR_ROUTER or name in _FAMILY_OF), None)
         if name is not None:
             found.append((module, _settings(module, name)))
     if not found:

@@ -197,7 +197,8 @@ class OnePerGroup(Rule):
 
     def __init__(self, config: RuleConfig, settings: RouterSettings) -> None:
         super().__init__(config, settings)
-        config.refuse_decision(settings.own)
+        if settings.groups is None:
+            config.refuse_decision(settings.own)
         groups = config.expert_groups or settings.groups
         groups = check_groups(groups, num_experts=settings.num_experts, top_k=settings.top_k)
         self.score = config.group_score or settings.group_score
@@ -226,6 +227,8 @@ class OnePerGroup(Rule):
 def build_rule(config: RuleConfig, settings: RouterSettings) -> Rule:
     """Return the rule that `config` asks for on a router with these settings, or a one-line `MoesaicError`."""
     own_rule = "topk" if settings.groups is None else "one_per_group"
+    if settings.groups is not None and settings.own is not None:
+        config.refuse_other_groups(own_rule)
     return resolve_name(RULES[config.rule or own_rule])(config, settings)
 
 

@@ -15,6 +15,7 @@ from moesaic.checkpoint.headers import load_format
 from moesaic.checkpoint.pio import write_file
 from moesaic.common.errors import MoesaicError
 from moesaic.common.recipe import load_document
+from moesaic.common.shown import Shown
 from moesaic.families.identity import SourceModel
 from moesaic.families.moe_table import family_of
 
@@ -40,8 +41,8 @@ class _Details:
     unreached: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Selection:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Selection(Shown):
     """The experts to keep. Rows follow `layers`, the indices of the MoE layers in the model."""
 
     source: SourceModel
@@ -71,7 +72,7 @@ class Selection:
         """Active experts that the selection was made for, where they are fewer than the model's."""
         return self.details.get("top_k")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The document that `save_selection` writes."""
         mass = self.routing_mass_kept
         return {
@@ -85,10 +86,25 @@ class Selection:
             "details": dict(self.details),
         }
 
+    def lines(self) -> list[str]:
+        """How many experts, how they were chosen, and what they are worth to the router."""
+        mass, tokens = self.routing_mass_kept, self.details.get("domains", {})
+        share = "" if mass is None else f", {sum(mass) / len(mass):.1%} of the routing mass"
+        first = f"{self.counts[0]} of {self.source.num_experts} experts per layer by {self.method}{share}"
+        return [first, *(f"  {name}: {count:,} tokens" for name, count in tokens.items() if len(tokens) > 1)]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per layer and expert."""
+        return [
+            {"layer": layer, "expert": expert, "score": score, "kept": expert in kept}
+            for layer, kept, scores in zip(self.layers, map(set, self.kept), self.scores, strict=True)
+            for expert, score in enumerate(scores)
+        ]
+
 
 def save_selection(selection: Selection, file: str | Path) -> None:
     """Write a selection as JSON; numbers are written so that they read back as the same float64."""
-    write_file(Path(file), json.dumps(selection.to_json(), allow_nan=False) + "\n")
+    write_file(Path(file), json.dumps(selection.to_dict(), allow_nan=False) + "\n")
 
 
 def load_selection(file: str | Path) -> Selection:
@@ -162,7 +178,7 @@ def check_counts(
     if least < active:
         way_out = f"keep at least {active}, or lower it with --top-k {least}"
         raise MoesaicError(f"{where}: keeps {least} experts, but each token uses {active}; {way_out}")
-    _check_groups(source, config, kept, active, where)
+    _check_groups(source, config, _one_of_each(config, kept), active, where)
     _check_own_groups(config, kept, active, where)
     return active
 
@@ -191,6 +207,17 @@ def _check_groups(
                 f"{where}: layer {layer} keeps {counts[0]} experts per group and a token sees {used} groups, but it "
                 f"uses {active} experts; keep more, or lower it with --top-k {counts[0] * used}"
             )
+
+
+def _one_of_each(config: Mapping[str, Any], kept: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    """Of copies that our `one_per_group` uses as one, the first that is kept: a family's own groups count these."""
+    groups = own_groups(config, len(kept))
+    if groups is None:
+        return kept
+    firsts = [
+        {of_layer[expert]: expert for expert in reversed(ids)} for of_layer, ids in zip(groups, kept, strict=True)
+    ]
+    return [sorted(first.values()) for first in firsts]
 
 
 def _check_own_groups(config: Mapping[str, Any], kept: Sequence[Sequence[int]], active: int, where: str) -> None:

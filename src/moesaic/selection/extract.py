@@ -31,7 +31,7 @@ from moesaic.routing.subset import Selection, check_counts, cut_routing, load_se
 from moesaic.selection.recipe import ExtractRecipe
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ExtractResult(WriteResult):
     """What was made."""
 
@@ -87,7 +87,7 @@ def extract(
 
 def resolve_extract(recipe: ExtractRecipe, selection: Selection, out: str | Path) -> tuple[NewCheckpoint, int]:
     """The new checkpoint, resolved from headers, and its number of active experts."""
-    source = open_checkpoint(recipe.checkpoint)
+    source = open_checkpoint(recipe.checkpoint, as_stored=True)
     model = detect_running(source)
     identity = describe(source, model)
     refuse_other_model(selection.source, identity, recipe.selection)

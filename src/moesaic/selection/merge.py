@@ -11,6 +11,7 @@ import torch
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.lazy import Lazy, combine, concat, promoted, stored
 from moesaic.checkpoint.push import pushed
+from moesaic.checkpoint.quantised import settings_of
 from moesaic.checkpoint.record import PROVENANCE_FILE, model_card, read_provenance
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.checkpoint.write import NewCheckpoint, WriteResult, write_unless_dry
@@ -36,7 +37,7 @@ _OF_THE_FULL_MODEL = ("routing", "experts", "lineage")
 """Keys of its moesaic.json that stay true: the training rule, and which experts of which models its experts are."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MergeBackResult(WriteResult):
     """What was made."""
 
@@ -73,7 +74,9 @@ def merge_back(
     """
     started = time.monotonic()
     new, ids = resolve_merge_back(recipe, out)
-    for line in prediction_notices(new.sources[0][1], "kept as the full model has it"):
+    sources = [source for _, source in new.sources]
+    dequantised = [line for source in sources for line in source.dequantised]
+    for line in (*dequantised, *prediction_notices(sources[0], "kept as the full model has it")):
         notice(line, quiet=quiet)
     written = write_unless_dry(new, out, dry_run=dry_run, overwrite=overwrite, workers=workers, quiet=quiet)
     return MergeBackResult(
@@ -87,7 +90,7 @@ def merge_back(
 
 def resolve_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[NewCheckpoint, Ids]:
     """The new checkpoint, resolved from headers, and the ids that the subset's experts have in it."""
-    full, subset = open_checkpoint(recipe.full), open_checkpoint(recipe.subset)
+    full, subset = _opened(recipe)
     full_model, subset_model = detect_running(full), detect_running(subset)
     identity = describe(full, full_model)
     bases = _bases(full, identity)
@@ -121,6 +124,15 @@ def resolve_merge_back(recipe: MergeBackRecipe, out: str | Path) -> tuple[NewChe
         allow_nonfinite=recipe.allow_nonfinite,
     )
     return new, ids
+
+
+def _opened(recipe: MergeBackRecipe) -> tuple[Checkpoint, Checkpoint]:
+    """Both checkpoints; where they are quantised alike and nothing is computed, as they are stored."""
+    full, subset = (open_checkpoint(ref, as_stored=True) for ref in (recipe.full, recipe.subset))
+    alike = settings_of(full.config) == settings_of(subset.config)
+    if (alike and recipe.average is None) or not (full.packed or subset.packed):
+        return full, subset
+    return open_checkpoint(recipe.full), open_checkpoint(recipe.subset)
 
 
 @dataclass(frozen=True, kw_only=True)

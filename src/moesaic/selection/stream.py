@@ -245,7 +245,8 @@ class ExpertStacks:
 
 def _read(part: Lazy, values_N: Tensor) -> None:
     """Read stored numbers into their place: in the same dtype right from the file, without a copy in between."""
-    if TORCH_DTYPES.get(part.dtype) != values_N.dtype:
+    made = any(source.codes is not None for source in part.sources)
+    if made or TORCH_DTYPES.get(part.dtype) != values_N.dtype:
         values_N.copy_(part.read())
         return
     place = values_N.view(torch.uint8).numpy().data

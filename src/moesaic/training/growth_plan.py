@@ -20,7 +20,7 @@ from moesaic.expansion.costs import PAPER_RATIO, Phase, cost_table, saving_of_ph
 from moesaic.expansion.exact import grown_config
 from moesaic.expansion.resolve import ExpandPlan, check_recorded_rule, resolve
 from moesaic.families.costs import flops_per_token, number
-from moesaic.families.counting import ParameterCount, Shapes, config_shapes, count_shapes
+from moesaic.families.counting import ParameterCount, Shapes, count_shapes
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.schedule import Transition, positions
 
@@ -80,8 +80,6 @@ def grown(plan: ExpandPlan) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]
     """Config and shapes of the result of a plan."""
     sources = {layer: plan.sources(copies) for layer, copies in plan.copies({}).items()}
     config = grown_config(plan, sources)
-    if plan.conversion is not None:
-        return config, config_shapes(config)
     shapes = {name: info.shape for name, info in plan.checkpoint.tensors.items()}
     for layer in plan.model.layers:
         for tensor in layer.expert_tensors:

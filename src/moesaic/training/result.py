@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from moesaic.checkpoint.config_file import CONFIG_FILE, with_source_keys, write_config
+from moesaic.checkpoint.metrics import METRICS_FILE, Step, read_metrics
 from moesaic.checkpoint.output import require_disk
 from moesaic.checkpoint.pio import explained, sync_path
 from moesaic.checkpoint.reader import DTYPE_CODES
@@ -27,14 +28,16 @@ from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter, OutputTensor, plan_files
 from moesaic.common.progress import warn
 from moesaic.common.recipe import dump_recipe, recipe_values
+from moesaic.common.shown import Shown
 from moesaic.families.counting import count_shapes
-from moesaic.families.family import our_base
+from moesaic.families.family import base_of, our_base
 from moesaic.families.moe import PREDICTION_KEYS
 from moesaic.loading import load_generation_config
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.modeling.modeling_moesaic import ROUTING_RULES
 from moesaic.modeling.names import modeling_file
-from moesaic.routing.install import OWN_BIAS, bias_tensors
+from moesaic.routing.config import RuleConfig
+from moesaic.routing.own_bias import OWN_BIAS, bias_tensors
 from moesaic.training.folder import remove
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.start import DTYPES, Trainable, token_ids
@@ -45,8 +48,8 @@ if TYPE_CHECKING:
 LAST_FILE = CONFIG_FILE  # without it a folder isn't a checkpoint
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TrainResult(Shown):
     """The outcome of `train`."""
 
     out: Path
@@ -62,8 +65,7 @@ class TrainResult:
     seconds: float
     """Of this call."""
 
-    @property
-    def summary(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for `--json`."""
         return {
             "out": str(self.out),
@@ -74,7 +76,6 @@ class TrainResult:
             "seconds": round(self.seconds, 3),
         }
 
-    @property
     def lines(self) -> list[str]:
         """The same for people."""
         last = "" if self.loss is None else f", loss {self.loss:.4f}"
@@ -83,6 +84,15 @@ class TrainResult:
             error = "" if measured.standard_error is None else f" +- {measured.standard_error:.4f}"
             rows.append(f"held-out {domain}: {measured.loss:.4f}{error} ({measured.documents:,} documents)")
         return rows
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The learning curve, a row per optimizer step of the run."""
+        lines = read_metrics(self.out / METRICS_FILE)
+        return [
+            {key: value for key, value in vars(line).items() if key not in ("domain_loss", "timing")}
+            for line in lines
+            if isinstance(line, Step)
+        ]
 
 
 def write_result(run: "Session", tensors: Mapping[str, Tensor]) -> None:
@@ -205,9 +215,11 @@ def _write_config(run: "Session", folder: Path) -> dict[str, Any]:
     config = trainable.config
     config.dtype = DTYPES[recipe.precision]
     config.architectures = [type(trainable.model).__name__.removeprefix("FSDP")]
-    ours = our_base(config.model_type) is not None
+    ours = base_of(config.model_type) is not None
     if ours:
-        for key, value in (_inference_rule(trainable) | {"selection_bias": bool(own_biases(trainable))}).items():
+        bias = {"selection_bias": bool(own_biases(trainable))} if our_base(config.model_type) else {}
+        rule = inference_rule(trainable.installation and trainable.installation.config)
+        for key, value in (rule | bias).items():
             setattr(config, key, value)
     source = open_checkpoint(recipe.model).config if isinstance(recipe.model, str) and not run.expansions else {}
     written = with_source_keys(config.to_diff_dict(), source)
@@ -220,9 +232,8 @@ def _write_config(run: "Session", folder: Path) -> dict[str, Any]:
     return written
 
 
-def _inference_rule(trainable: Trainable) -> dict[str, Any]:
+def inference_rule(rule: RuleConfig | None) -> dict[str, Any]:
     """What config.json of our architecture says, so that engines without moesaic.json route as the run trained."""
-    rule = None if trainable.installation is None else trainable.installation.config
     if rule is None or rule.rule not in ROUTING_RULES:
         return {}
     if rule.rule == "topk":

@@ -29,7 +29,8 @@ from moesaic.families.family import our_base
 from moesaic.loading import explained_errors, load, load_config, load_tokenizer, refuse_unknown_architecture
 from moesaic.routing.capture import find_blocks
 from moesaic.routing.gradient import RouterChoices, gradient_warning
-from moesaic.routing.install import Installation, find_installation, install, take_own_biases
+from moesaic.routing.install import Installation, find_installation, install
+from moesaic.routing.own_bias import take_own_biases
 from moesaic.routing.restrict import INSTALLED
 from moesaic.routing.rules import OnePerGroup
 from moesaic.training.fit import needs_routers, refuse_misfit

@@ -91,11 +91,11 @@ def resolve(recipe: UpcycleRecipe, opener: Callable[[str], Checkpoint] = open_ch
         initializer_range=float(base.config.get("initializer_range") or 0.02),
     )
     moe_layers = parse_layers(recipe.layers, base.num_layers)
-    notices = [*base.notices, *chosen.notices]
+    notices = [*base.checkpoint.dequantised, *base.notices, *chosen.notices]
     specialists = []
     for specialist in recipe.specialists:
         model = _open_specialist(specialist, opener)
-        notices += [*model.notices, *compare(base, model, specialist.name)]
+        notices += [*model.checkpoint.dequantised, *model.notices, *compare(base, model, specialist.name)]
         specialists.append(model)
     dtype = base.dtype if recipe.dtype == "auto" else _DTYPE_CODES[recipe.dtype]
     if dtype not in DTYPE_NAMES:

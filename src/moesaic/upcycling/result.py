@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from moesaic.checkpoint import record as card
 from moesaic.common.progress import amount
+from moesaic.common.shown import Shown
 from moesaic.families.counting import count_shapes
 from moesaic.upcycling.choices import LayerSpec
 from moesaic.upcycling.plan import UpcyclePlan
@@ -126,8 +127,8 @@ UNREAD = "nothing was read: where the specialists turn out to have equal weights
 """What a dry run adds to its statement."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpcycleResult:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class UpcycleResult(Shown):
     """The outcome of `upcycle`."""
 
     out: Path | None
@@ -143,8 +144,7 @@ class UpcycleResult:
         counted = count_shapes({tensor.name: tensor.shape for tensor in plan.files.tensors}, plan.config)
         return counted.total, counted.active
 
-    @property
-    def summary(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Everything worth knowing as plain values, for `--json`."""
         layer = self.plan.layer
         total, active = self.count(self.plan)
@@ -169,7 +169,13 @@ class UpcycleResult:
             "seconds": round(self.seconds, 3),
         }
 
-    @property
+    def brief(self) -> str:
+        """What it is, and which statement holds."""
+        layer = self.plan.layer
+        where = "would be" if self.out is None else f"{self.out}:"
+        experts = f"{layer.experts} experts, {layer.top_k} active"
+        return f"{where} {layer.method.name}, {experts}, statement {self.statement.code}"
+
     def lines(self) -> list[str]:
         """The same for people."""
         layer, plan = self.plan.layer, self.plan

@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from moesaic.common.numbers import finite_only, shown
+from moesaic.common.shown import Shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +67,8 @@ class LayerMeasure:
     distinct: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Report:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class _Report(Shown):
     """What both reports have.
 
     Attributes:
@@ -100,6 +101,13 @@ class _Report:
         """Whether everything that the statement promises holds (where nothing is promised, only NaN can fail)."""
         return not self.not_finite and all(check.ok for check in self.checks)
 
+    def brief(self) -> str:
+        """The statement, and whether it holds."""
+        holds = f"statement {self.code} {'holds' if self.ok else 'FAILS'}"
+        worst = ", ".join(f"{one.name} {shown(one.value, '.2g')}" for one in self.checks)
+        what = holds if self.code != "none" else "no statement" + ("" if self.ok else ", NOT FINITE")
+        return f"{self.target}: {what}{f' ({worst})' if worst else ''}"
+
     def _values(self, *names: str) -> dict[str, Any]:
         return {name: finite_only(getattr(self, name)) for name in names}
 
@@ -118,7 +126,7 @@ class _Report:
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class VerifyReport(_Report):
     """What an upcycled checkpoint preserves of its source.
 
@@ -189,11 +197,15 @@ class VerifyReport(_Report):
             *self._end(),
         ]
 
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per MoE layer."""
+        return [asdict(layer) for layer in self.layers]
+
     def _mean(self, name: str, form: str) -> str:
         return shown(fmean(getattr(layer, name) for layer in self.layers), form)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ExpandedReport(_Report):
     """What an expanded checkpoint preserves of its source; the loss jump is measured whatever is promised."""
 

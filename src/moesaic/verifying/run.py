@@ -52,7 +52,7 @@ _EXPANDED_LIMIT = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 
 @verb(VerifyRecipe, positional=("source", "target"))
-def verify(recipe: VerifyRecipe, *, quiet: bool = False) -> VerifyReport | ExpandedReport:
+def verify(recipe: VerifyRecipe, *, quiet: bool = True) -> VerifyReport | ExpandedReport:
     """Say which statement about an upcycled or expanded checkpoint applies, and measure it on up to 1,000 tokens.
 
     Returns:

@@ -8,9 +8,11 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from moesaic.modeling import modeling_moesaic
 from moesaic.modeling.modeling_moesaic import load_balancing_loss, route_topk
 from moesaic.routing.config import RuleConfig
-from moesaic.routing.install import find_routers, install
+from moesaic.routing.install import find_routers, install, routing_context
+from moesaic.routing.pools import RoutingContext
 from tests.reference import naive_routing
 from tests.tiny_models import VOCABULARY, tiny_moe_model
 
@@ -137,3 +139,19 @@ def test_it_is_there_only_where_it_is_used_and_stays_in_fp32(tmp_path):
     for (router, _), (again, _) in zip(find_routers(model), find_routers(loaded), strict=True):
         assert again.weight.dtype == torch.bfloat16
         assert again.e_score_correction_bias.equal(router.e_score_correction_bias)  # pyright: ignore
+
+
+def test_who_trains_without_balancing_is_told(monkeypatch):
+    said = []
+    monkeypatch.setattr(modeling_moesaic.logger, "warning_once", said.append)
+    model = tiny_moe_model("llama")
+    model(IDS, labels=IDS)
+    model.train()(IDS)
+    model(IDS, labels=IDS, output_router_logits=True)
+    context = RoutingContext.from_sequences(torch.zeros_like(IDS), seed=0, step=0)
+    with routing_context(install(model, RuleConfig()), context):  # as RoutingCallback does, which watches the load
+        model(IDS, labels=IDS)
+    tiny_moe_model("llama", moe_layers=[]).train()(IDS, labels=IDS)
+    assert said == []
+    model(IDS, labels=IDS)
+    assert ["output_router_logits" in line and "RoutingCallback" in line for line in said] == [True]

@@ -58,7 +58,7 @@ def test_written_and_read_again(tmp_path):
     ],
 )
 def test_a_file_that_contradicts_itself_is_refused(tmp_path, change, message):
-    document = selection([0, 5], [1, 2]).to_json() | change
+    document = selection([0, 5], [1, 2]).to_dict() | change
     file = tmp_path / "s.json"
     file.write_text(json.dumps(document))
     with pytest.raises(MoesaicError, match=message) as caught:
@@ -68,7 +68,7 @@ def test_a_file_that_contradicts_itself_is_refused(tmp_path, change, message):
 
 
 def test_a_missing_key_is_named(tmp_path):
-    document = selection([0, 5], [1, 2]).to_json()
+    document = selection([0, 5], [1, 2]).to_dict()
     del document["scores"]
     (tmp_path / "s.json").write_text(json.dumps(document))
     with pytest.raises(MoesaicError, match="scores: this key is required and missing"):

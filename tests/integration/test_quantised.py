@@ -1,0 +1,205 @@
+"""Quantised checkpoints: read as bf16, moved as bytes, refused where nobody knows how to read them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
+
+import moesaic
+from moesaic.checkpoint.lazy import stored
+from moesaic.checkpoint.source import open_checkpoint
+from moesaic.common.errors import MoesaicError
+from moesaic.families.counting import count_shapes
+from tests.tiny_models import save_tiny
+from tests.tiny_quantised import FAMILIES, SETTINGS, naive, quantise, tiny_quantised
+
+KINDS = tuple(FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("quantised")
+    return {kind: tiny_quantised(folder / kind, kind) for kind in KINDS}
+
+
+def read(folder: Path | str) -> dict[str, Tensor]:
+    return {name: stored(info).read() for name, info in open_checkpoint(folder).tensors.items()}
+
+
+def in_bf16(folder: Path, out: Path) -> Path:
+    """The same model as a checkpoint in bf16."""
+    out.mkdir()
+    save_file(read(folder), out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config")
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def selection(source: Path, file: Path, ids: list[int]) -> Path:
+    content = moesaic.select(source, method="random", keep=len(ids)).to_dict()
+    file.write_text(json.dumps({**content, "kept": [ids] * len(content["kept"])}))
+    return file
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_those_of_the_format(kind: str, sources: dict[str, Path]) -> None:
+    files, checkpoint = load_file(sources[kind] / "model.safetensors"), open_checkpoint(sources[kind])
+    made = [info for info in checkpoint.tensors.values() if info.codes is not None]
+    assert len(made) >= 4
+    assert "quantization_config" not in checkpoint.config
+    for info in made:
+        expected = naive(files, info.name)
+        assert torch.equal(stored(info).read(), expected.bfloat16()), info.name
+        if expected.ndim == 2:
+            assert torch.equal(stored(info).columns(3, 11).read(), expected[:, 3:11].bfloat16())
+        assert torch.equal(stored(info).rows(1, 5).read(), expected[1:5].bfloat16())
+
+
+def test_mxfp4_equals_transformers(sources: dict[str, Path]) -> None:
+    files = load_file(sources["mxfp4"] / "model.safetensors")
+    numbers = read(sources["mxfp4"])
+    for name in (one.removesuffix("_blocks") for one in files if one.endswith("_blocks")):
+        assert torch.equal(numbers[name], convert_moe_packed_tensors(files[f"{name}_blocks"], files[f"{name}_scales"]))
+
+
+def test_fp8_equals_transformers(sources: dict[str, Path]) -> None:
+    files, numbers, compared = load_file(sources["fp8"] / "model.safetensors"), read(sources["fp8"]), 0
+    for name in (one.removesuffix("_scale_inv") for one in files if one.endswith("_scale_inv")):
+        if all(size % 16 == 0 for size in files[name].shape):  # transformers refuses blocks that stand out
+            theirs = Fp8Dequantize(None)._dequantize_one(files[name], files[f"{name}_scale_inv"], torch.bfloat16)
+            assert torch.equal(numbers[name], theirs)
+            compared += 1
+    assert compared > 20
+
+
+def test_fp8_scales_of_other_kinds(tmp_path: Path) -> None:
+    codes = torch.randn(32, 48).mul(9).to(torch.float8_e4m3fn)
+    for number, scales in enumerate(
+        (torch.tensor(0.25), torch.tensor([[120, 130, 127]], dtype=torch.uint8), torch.rand(2, 3).bfloat16())
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        save_file({"a.weight": codes, "a.weight_scale_inv": scales}, folder / "model.safetensors")
+        config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}
+        (folder / "config.json").write_text(json.dumps(config))
+        theirs = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
+        assert torch.equal(read(folder)["a.weight"], theirs)
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
+def test_load_is_what_transformers_dequantises(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # transformers takes the size of blocks from the grid, which is wrong where the last ones stand out
+    options = {"intermediate_size": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16} if kind == "fp8" else {}
+    folder = tiny_quantised(tmp_path / "q", kind, **options)
+    ours = moesaic.load(folder, device="cpu")
+    assert "is quantised; its weights are dequantised" in capsys.readouterr().err
+    settings: Any = Mxfp4Config(dequantize=True) if kind == "mxfp4" else FineGrainedFP8Config(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings, dtype=torch.bfloat16)
+    tokens = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+    assert not hasattr(ours.config, "quantization_config")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_keeps_its_bytes_and_goes_back(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    source = sources[kind]
+    ids = [4, 5, 6, 7] if kind == "fp8" else [1, 6]  # two of DeepSeek's four groups
+    if kind == "fp8":
+        source = tiny_quantised(tmp_path / "ungrouped", kind, n_group=1, topk_group=1)
+    chosen = selection(source, tmp_path / "s.json", ids)
+    moesaic.extract(source, chosen, tmp_path / "part")
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "part" / "model.safetensors")
+    config = json.loads((tmp_path / "part" / "config.json").read_text())
+    assert config["quantization_config"] == SETTINGS[kind]
+    codes = {name for name, tensor in after.items() if tensor.dtype in (torch.uint8, torch.float8_e4m3fn, torch.int32)}
+    assert codes
+    for name in codes:
+        head, dot, tail = name.partition(".experts.")
+        number, _, rest = tail.partition(".")
+        if dot and number.isdigit():
+            expected = before[f"{head}.experts.{ids[int(number)]}.{rest}"]
+        elif dot:
+            expected = before[name][ids]
+        else:
+            expected = before[name]
+        assert torch.equal(after[name].view(torch.uint8), expected.view(torch.uint8)), name
+    moesaic.extract(in_bf16(source, tmp_path / "bf16"), selection(tmp_path / "bf16", chosen, ids), tmp_path / "other")
+    numbers = read(tmp_path / "other")
+    assert {name: tensor.tolist() for name, tensor in read(tmp_path / "part").items()} == {
+        name: tensor.tolist() for name, tensor in numbers.items()
+    }
+    moesaic.merge_back(source, tmp_path / "part", tmp_path / "whole")
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    assert whole.keys() == before.keys()
+    assert all(torch.equal(whole[name].view(torch.uint8), before[name].view(torch.uint8)) for name in before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_growing_by_copies_moves_bytes_and_noise_dequantises(
+    kind: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    result = moesaic.expand(sources[kind], tmp_path / "grown", experts=16)
+    grown = open_checkpoint(tmp_path / "grown")
+    assert grown.stored is not None
+    count = count_shapes({name: info.shape for name, info in grown.tensors.items()}, grown.config)
+    assert (result.parameters, result.active_parameters) == (count.total, count.active)
+    moesaic.expand(in_bf16(sources[kind], tmp_path / "bf16"), tmp_path / "other", experts=16)
+    ours, theirs = read(tmp_path / "grown"), read(tmp_path / "other")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    result = moesaic.expand(sources[kind], tmp_path / "noisy", experts=16, expert_op="copy_noise")
+    assert any("dequantised" in line for line in result.notices)
+    assert open_checkpoint(tmp_path / "noisy").stored is None
+
+
+def test_trained_experts_go_back_into_a_dequantised_model(sources: dict[str, Path], tmp_path: Path) -> None:
+    source = sources["mxfp4"]
+    moesaic.extract(source, selection(source, tmp_path / "s.json", [0, 3]), tmp_path / "part")
+    moesaic.merge_back(source, tmp_path / "part", tmp_path / "mean", average=0.5)
+    mean, numbers = read(tmp_path / "mean"), read(source)
+    assert "quantization_config" not in json.loads((tmp_path / "mean" / "config.json").read_text())
+    assert all(torch.equal(mean[name], numbers[name]) for name in numbers)
+
+
+def test_upcycling_dequantises_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = quantise(save_tiny(tmp_path / "base", "llama", dtype=torch.bfloat16), "fp8")
+    options: dict[str, Any] = {"method": "sparse", "experts": 2}
+    moesaic.upcycle(base, out=tmp_path / "moe", quiet=False, **options)
+    assert "is quantised; its weights are dequantised" in capsys.readouterr().err
+    moesaic.upcycle(in_bf16(base, tmp_path / "bf16"), out=tmp_path / "other", **options)
+    ours, theirs = read(tmp_path / "moe"), read(tmp_path / "other")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("mxfp4", {"quant_method": "gptq"}, "quantised (gptq); there are readers for fp8 blocks, MXFP4, int4"),
+        ("int4", {"format": "float-quantized"}, "compressed-tensors, format float-quantized"),
+        (
+            "int4",
+            {"config_groups": {"a": {"weights": {"num_bits": 8, "type": "int"}}}},
+            "symmetric integers of 4 bits",
+        ),
+        ("mxfp4", {"quant_method": "fp8"}, "no tensor has a \\*_scale_inv"),
+    ],
+)
+def test_refusals(kind: str, change: dict[str, Any], words: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    for file in sources[kind].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MoesaicError, match=words.replace("(", "\\(").replace(")", "\\)")) as caught:
+        open_checkpoint(tmp_path)
+    assert "\n" not in str(caught.value)
