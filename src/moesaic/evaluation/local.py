@@ -3,6 +3,7 @@ for all tasks or a folder with one per task or category, and the rows that these
 """
 
 import contextlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,7 @@ def read_local(
                 rows[part][split].append(row)
             if part in rows and evaluated:
                 places[part].append(place)
+    _refuse_few_demonstrations(benchmark, files, rows, shots=shots)
     complete = {part: by_split for part, by_split in rows.items() if all(by_split.values())}
     if not complete:
         raise DataMissingError(f"{files[benchmark.split]} has no rows of {name}")
@@ -119,6 +121,24 @@ def read_local(
         hashes=file_hashes([rows_file(path) for path in files.values()]),
         missing_parts=tuple(part for part in parts if part not in complete),
     )
+
+
+def _refuse_few_demonstrations(
+    benchmark: Benchmark, files: Mapping[str, Path], rows: Mapping[str, Mapping[str, list[Row]]], *, shots: int
+) -> None:
+    """Refuse a split with fewer rows than a question has demonstrations; one that is asked itself needs one more."""
+    split = benchmark.shot_split
+    if not shots or split is None:
+        return
+    itself = int(split == benchmark.split)
+    for part, by_split in rows.items():
+        found = len(by_split[split])
+        if 0 < found < shots + itself and by_split[benchmark.split]:
+            of = f" of {part}" if part else ""
+            raise DataMissingError(
+                f"{files[split]} has {found} rows{of}, and each question needs {shots} others as demonstrations; "
+                f"take {found - itself} shots at most"
+            )
 
 
 def refuse_too_many_shots(benchmark: Benchmark, shots: int) -> None:
@@ -163,6 +183,7 @@ def digests_of(file: Path) -> list[str]:
 
 def _adapted(record: Record, benchmark: Benchmark) -> list[Row]:
     """The rows of a record in the hub's form, every field in its type."""
+    _refuse_surrogates(record)
     rows, local = [record.fields], benchmark.local
     missing = lacking(benchmark.fields, record.fields)
     if missing and local is not None:
@@ -181,6 +202,15 @@ def _adapted(record: Record, benchmark: Benchmark) -> list[Row]:
             for row in typed:
                 benchmark.check(row)
     return typed
+
+
+def _refuse_surrogates(record: Record) -> None:
+    """Refuse text that no tokenizer takes, wherever it lies in the record."""
+    for name, value in record.fields.items():
+        try:
+            json.dumps(value, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as error:
+            raise MoesaicError(f"{record.where}: {name}: is not valid Unicode (a lone surrogate); remove it") from error
 
 
 @contextlib.contextmanager
