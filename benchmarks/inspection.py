@@ -94,9 +94,10 @@ def capture_cost(documents: int, rounds: int) -> None:
             domain="d",
             source="",
             place=index,
-            ids=draw.integers(0, 8192, 100, dtype=np.uint32),
+            ids=(ids := draw.integers(0, 8192, 100, dtype=np.uint32)),
             text="",
             stops=np.full(100, -1, dtype=np.int32),
+            similar_ids=ids,
         )
         for index in range(documents)
     )
@@ -118,7 +119,8 @@ def capture_cost(documents: int, rounds: int) -> None:
                 for _, ids_BS in capturing.batches(sample, 16):
                     model.base_model(input_ids=ids_BS, use_cache=False)
             middle = time.perf_counter()
-            capturing.capture(model, sample, shape, Path(scratch, str(index)), batch_size=16, quiet=True)
+            place = Path(scratch, str(index))
+            capturing.capture(model, sample, shape, place, scoring="softmax", batch_size=16, quiet=True)
             if index:  # the first round warms up
                 plain.append(middle - start)
                 kept.append(time.perf_counter() - middle)

@@ -35,9 +35,10 @@ def made_up_sample(lengths: list[int], domains: list[int], *, vocabulary: int = 
             domain=f"domain{domain}",
             source=f"data:{index}",
             place=int(draw.integers(1 << 40)),
-            ids=draw.integers(0, vocabulary, length).astype(np.uint32),
+            ids=(ids := draw.integers(0, vocabulary, length).astype(np.uint32)),
             text="x" * length,
             stops=np.arange(1, length + 1, dtype=np.int32),
+            similar_ids=ids,
         )
         for index, (length, domain) in enumerate(zip(lengths, domains, strict=True))
     )

@@ -6,7 +6,7 @@ import pytest
 
 from moesaic.cli.app import run
 from moesaic.common.errors import MoesaicError
-from moesaic.data.calibration import in_split
+from moesaic.data.calibration import in_split, record_digest
 from moesaic.evaluation import evaluate as evaluating
 from moesaic.evaluation.benchmarks import BENCHMARKS
 from moesaic.evaluation.evaluate import evaluate
@@ -188,7 +188,8 @@ def test_rows_of_the_hub_that_selections_leave(dense: Path, evals: Path, monkeyp
     monkeypatch.setattr(evaluating.harness, "build", as_if_from_the_hub)
     suite = Suite(name="mine", tasks=(SuiteTask(task="mmlu_engineering"),), selection_share=0.5)
     entry = evaluate(dense, suite=suite).document["tasks"]["mmlu_engineering"]
-    left = [number for number in range(6) if not in_split(number, share=0.5, seed=0)]
+    rows = [row for part in ours.rows.values() for row in part["test"]]
+    left = [row for row in rows if not in_split(record_digest(row), share=0.5, seed=0)]
     assert 0 < len(left) < 6
     assert entry["samples"] == len(left)
     assert evaluate(dense, suite=suite, limit=1).document["tasks"]["mmlu_engineering"]["samples"] == 1
@@ -269,9 +270,9 @@ def test_a_folder_of_selections_on_the_rows_that_they_leave(routed: Path, tmp_pa
     tasks = result.document["tasks"]
     assert set(tasks) == {"mmlu_engineering", "mmlu_geography"}
     left = [
-        json.loads(line)["subject"]
-        for n, line in enumerate(rows.read_text().splitlines())
-        if not in_split(n, share=0.4, seed=5)
+        row["subject"]
+        for row in map(json.loads, rows.read_text().splitlines())
+        if not in_split(record_digest(row), share=0.4, seed=5)
     ]
     for task, subject in (("mmlu_engineering", "electrical_engineering"), ("mmlu_geography", "high_school_geography")):
         assert tasks[task]["samples"] == left.count(subject)

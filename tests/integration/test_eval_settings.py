@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moesaic.common.errors import MoesaicError
-from moesaic.data.calibration import in_split
+from moesaic.data.calibration import in_split, record_digest
 from moesaic.evaluation import evaluate as evaluating
 from moesaic.evaluation import perplexity
 from moesaic.evaluation.evaluate import evaluate
@@ -43,7 +43,7 @@ def drawn(routed: Path, evals: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def _left(share: float, seed: int) -> int:
-    return sum(not in_split(number, share=share, seed=seed) for number in range(10))
+    return sum(not in_split(record_digest(row), share=share, seed=seed) for row in choice_rows(10))
 
 
 def test_rows_that_a_selection_was_made_on_are_left_out_of_any_suite(routed: Path, evals: Path, drawn: Path):

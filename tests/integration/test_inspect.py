@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import moesaic
 from moesaic.analysis.documents import token_strings
@@ -75,6 +76,43 @@ def test_counts_are_those_of_the_models_own_routers(family: str, tmp_path: Path,
     assert found.model.num_experts == 8
     assert found.model.scoring == ("sigmoid" if family in ("deepseek_v3", "glm4_moe") else "softmax")
     assert (found.model.groups is not None) == (family in ("deepseek_v3", "glm4_moe"))
+
+
+@pytest.mark.parametrize("similarity", [None, 3, 20])
+def test_similarity_is_of_whole_documents_or_of_the_tokens_asked_for(
+    tmp_path: Path, model: Path, data: Path, similarity: int | None
+):
+    """Against every document alone through the model, its probabilities in float64; all else is of 6 tokens."""
+    found = moesaic.inspect(
+        model, tmp_path / "out", data=data, document_tokens=6, similarity_tokens=similarity, **SMALL
+    )
+    loaded, tokenizer = moesaic.load(model), AutoTokenizer.from_pretrained(model)
+    records = [json.loads(line) for line in data.read_text().splitlines()]
+    means: dict[str, list[np.ndarray]] = {}
+    from moesaic.routing.capture import find_blocks
+
+    seen: list[Any] = []
+    for block in find_blocks(loaded):
+        block.router.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0].double()))
+    longest = 0
+    for record in records:
+        ids = tokenizer(record["text"])["input_ids"]
+        longest = max(longest, len(ids))
+        seen.clear()
+        with torch.inference_mode():
+            loaded(input_ids=torch.tensor([ids]), use_cache=False)
+        means.setdefault(record["domain"], []).append(
+            np.stack([logits[:similarity].softmax(-1).mean(0).numpy() for logits in seen])
+        )
+    assert longest > 20
+    domains = [np.mean(means[domain.name], axis=0) for domain in found.data.domains]
+    assert found.data.documents == len(records)
+    assert found.data.tokens == 6 * len(records)
+    assert found.statistics.probability_NLE == pytest.approx(np.stack(domains), rel=2e-3)  # logits of half precision
+    for one, other in ((0, 1), (1, 0)):
+        a, b = domains[one].ravel(), domains[other].ravel()
+        cosine = a @ b / np.sqrt((a @ a) * (b @ b))
+        assert found.statistics.similarity_NN[one, other] == pytest.approx(cosine, rel=1e-4)
 
 
 def test_the_same_seed_gives_the_same_files_and_another_does_not(tmp_path: Path, model: Path, data: Path):

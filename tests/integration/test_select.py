@@ -11,7 +11,7 @@ import moesaic
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.cli import app as cli
 from moesaic.common.errors import MoesaicError
-from moesaic.data.calibration import in_split
+from moesaic.data.calibration import in_split, record_digest
 from moesaic.families.identity import describe
 from moesaic.families.moe import detect_moe
 from moesaic.loading import load
@@ -278,7 +278,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_pass(tmp_path, moe,
 def test_a_category_without_a_record_in_the_split_is_refused_before_the_first_is_scored(tmp_path, moe, capsys):
     rows = [{"text": f"one two {i}", "subject": "rare" if i == 19 else "common"} for i in range(20)]
     (tmp_path / "mc.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert not in_split(19, share=0.3, seed=0)
+    assert not in_split(record_digest(rows[19]), share=0.3, seed=0)
     arguments = ["select", moe, tmp_path / "by", "--data", tmp_path / "mc.jsonl", "--by", "subject", "--keep", "4"]
     status, _, err = run(*arguments, "--split", "0.3", capsys=capsys)
     assert status == 2

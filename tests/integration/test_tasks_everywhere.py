@@ -5,15 +5,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import moesaic
+from moesaic.cli.app import run as cli
 from moesaic.common.errors import MoesaicError
-from moesaic.data.calibration import in_split
+from moesaic.data.calibration import in_split, record_digest
 from moesaic.evaluation.evaluate import evaluate
-from moesaic.evaluation.requests import task_requests
+from moesaic.evaluation.recipe import Suite, SuiteTask
+from moesaic.evaluation.requests import Request, task_requests
 from moesaic.loading import load_tokenizer
 from moesaic.routing.subset import load_selection
 from moesaic.selection.select import select
+from moesaic.training.run import train
 from tests.tiny_evals import choice_rows, save_tiny_routed, write_evals, write_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what lm-eval and its packages warn of is theirs
@@ -59,7 +64,7 @@ def test_a_selection_on_a_task_leaves_its_rows_out_wherever_they_lie(routed: Pat
     made = select(routed, tmp_path / "s.json", keep=4, task="arc_easy", shots=2, split=0.4, seed=5, data_dir=str(evals))
     tokenizer = load_tokenizer(routed)
     requests = task_requests("arc_easy", data_dir=str(evals), shots=2)
-    used = [one for one in requests if in_split(one.number, share=0.4, seed=5)]
+    used = [one for one in requests if in_split(one.digest, share=0.4, seed=5)]
     assert 0 < len(used) < len(requests)
     assert made.details["domains"] == {"arc_easy": sum(len(tokenizer(one.text)["input_ids"]) for one in used)}
     moved = tmp_path / "elsewhere"
@@ -75,8 +80,114 @@ def test_a_selection_on_a_task_leaves_its_rows_out_wherever_they_lie(routed: Pat
     assert task["samples"] == len(requests) - len(used) + 2
     assert task["identity"]["left_out"] == {"share": 0.4, "seed": 5}
     scored = {line["requests"][0]["context"] for line in map(json.loads, samples.read_text().splitlines()[1:])}
-    questions = {json.loads(rows[one.number])["question"] for one in used}
+    rows_used = {one.digest for one in used}
+    questions = {row["question"] for row in map(json.loads, rows) if record_digest(row) in rows_used}
+    assert len(questions) == len(used)
     assert not any(question in context for question in questions for context in scored)
+
+
+def test_a_selection_draws_the_same_rows_of_a_task_whatever_their_order(routed: Path, evals: Path, tmp_path: Path):
+    """By content: the same of a file turned round, and those that `eval` leaves out without a selection."""
+    turned = tmp_path / "turned"
+    shutil.copytree(evals, turned)
+    rows = (evals / "arc_easy.test.jsonl").read_text().splitlines()
+    (turned / "arc_easy.test.jsonl").write_text("\n".join(reversed(rows)) + "\n")
+    digests = [
+        {data[at : at + 16] for at in range(0, len(data), 16)}
+        for folder in (evals, turned)
+        for data in [_selected(routed, tmp_path / f"{folder.name}.json", folder)]
+    ]
+    assert digests[0] == digests[1]
+    suite = Suite(name="mine", tasks=(SuiteTask(task="arc_easy"),), selection_share=0.4)
+    left = evaluate(routed, suite=suite, data_dir=turned).document["tasks"]["arc_easy"]["samples"]
+    assert left == len(rows) - len(digests[0])
+
+
+def _selected(routed: Path, file: Path, folder: Path) -> str:
+    made = select(routed, file, keep=4, task="arc_easy", split=0.4, data_dir=str(folder))
+    return made.details["data"]["rows"]
+
+
+def test_training_rows_are_asked_as_eval_asks_with_other_rows_as_demonstrations(evals: Path):
+    found = task_requests("arc_easy", data_dir=str(evals), shots=2, training=True)
+    rows = [json.loads(line) for line in (evals / "arc_easy.train.jsonl").read_text().splitlines()]
+    evaluated = task_requests("arc_easy", data_dir=str(evals), shots=0)
+    alone = task_requests("arc_easy", data_dir=str(evals), shots=0, training=True)
+    assert len(found) == len(rows)
+    assert not {one.digest for one in found} & {one.digest for one in evaluated}
+    for request, short, row in zip(found, alone, rows, strict=True):
+        assert short.prompt == f"Question: {row['question']}\nAnswer:"
+        assert request.answer == short.answer == f" {row['choices'][row['answer']]}"
+        assert request.prompt.endswith(short.prompt)
+        assert request.prompt.count(short.prompt) == 1
+        assert request.prompt.count("Question:") == 3
+    with pytest.raises(MoesaicError, match="--task perplexity: has texts and no questions"):
+        task_requests("perplexity", data_dir=str(evals), shots=0, training=True)
+    with pytest.raises(MoesaicError, match=r"--task gsm8k_cot: has no training rows; give `demonstrations`"):
+        task_requests("gsm8k_cot", data_dir=str(evals), shots=0, training=True)
+
+
+def test_fine_tuning_on_a_task_is_the_loss_of_its_answers(routed: Path, evals: Path, tmp_path: Path):
+    """One example a row, 8 a step: its loss is the mean over the answers' tokens and the end token."""
+    recipe = {
+        "model": str(routed),
+        "data": {
+            "sequence_length": 256,
+            "packing": False,
+            "epochs": 1,
+            "sources": [{"task": "arc_easy", "data_dir": str(evals), "shots": 1}],
+            "validation": [{"task": "arc_easy", "data_dir": str(evals), "split": 0.4, "domain": "left"}],
+        },
+        "optimizer": {"lr": 1e-9},
+        "batch": {"tokens": 8 * 256, "micro_sequences": 4},
+        "precision": "fp32",
+        "seed": 3,
+    }
+    train(recipe, tmp_path / "out")
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["kind"] == "step"]
+    model = AutoModelForCausalLM.from_pretrained(routed, dtype=torch.float64, experts_implementation="eager")
+    tokenizer = load_tokenizer(routed)
+
+    def naive(requests: list[Request]) -> float:
+        total, number = 0.0, 0
+        for one in requests:
+            before = len(tokenizer(one.prompt)["input_ids"])
+            ids = [*tokenizer(one.text)["input_ids"], tokenizer.eos_token_id]
+            logs = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+            total -= sum(float(logs[n - 1, ids[n]]) for n in range(before, len(ids)))
+            number += len(ids) - before
+        return total / number
+
+    trained = task_requests("arc_easy", data_dir=str(evals), shots=1, training=True)
+    assert losses == pytest.approx([naive(trained)], rel=1e-5)
+    held_out = next(line for line in lines if line["kind"] == "validation")["validation"]["left"]
+    asked = task_requests("arc_easy", data_dir=str(evals), shots=0)
+    left = [one for one in asked if not in_split(one.digest, share=0.4, seed=0)]
+    assert 0 < len(left) < len(asked)
+    assert held_out["loss"] == pytest.approx(naive(left), rel=1e-5)
+
+
+def test_a_dry_run_and_a_run_say_what_is_wrong_with_a_task(routed: Path, evals: Path, tmp_path: Path, capsys):
+    (evals / "alone.yaml").write_text("kind: generation\ndata: gsm8k.test.jsonl\n")
+    data = {"sequence_length": 64, "packing": False, "epochs": 1}
+    cases = {
+        "no such task; did you mean 'arc_easy'": {"task": "arc_eazy"},
+        "no piqa.train.jsonl": {"task": "piqa", "data_dir": str(evals)},
+        "has no training rows": {"task": str(evals / "alone.yaml")},
+    }
+    for words, source in cases.items():
+        recipe = {"model": str(routed), "data": data | {"sources": [source]}, "optimizer": {"lr": 0.1}}
+        recipe |= {"batch": {"tokens": 64}, "precision": "fp32"}
+        (tmp_path / "r.yaml").write_text(json.dumps(recipe))
+        for more in (["--dry-run"], []):
+            assert cli(["train", str(tmp_path / "r.yaml"), str(tmp_path / "out"), *more]) == 2
+            said = capsys.readouterr().err
+            assert "data.sources.0" in said
+            assert words in said
+    longer = {"task": "arc_easy", "data_dir": str(evals), "shots": 4}
+    with pytest.raises(MoesaicError, match=r"arc_easy: 8 of 8 documents are longer than data.sequence_length \(64\)"):
+        train(recipe | {"data": data | {"sources": [longer]}}, tmp_path / "out")
 
 
 def test_a_selection_that_cannot_say_its_rows_is_named(

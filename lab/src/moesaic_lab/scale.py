@@ -11,6 +11,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.common.layer_ranges import parse_layers
 from moesaic.common.recipe import load_recipe
 from moesaic.common.yaml_text import parse_yaml
+from moesaic.expansion.recipe import ExpertOp, RouterOp
 from moesaic.selection.recipe import METHODS, Method
 
 SCALES = ("tiny", "small", "papers")
@@ -206,13 +207,20 @@ class ExpandScale:
     """tau/T: share of the steps with few experts."""
     treatments: tuple[Treatment, ...] = ("gradient_norm", "uniform", "random", "exact")
     """How the model grows."""
+    expert_ops: tuple[ExpertOp, ...] = tuple(name for name in get_args(ExpertOp) if name != "copy")
+    """Operators for the duplicates' weights that `operators` compares with plain copies."""
+    router_ops: tuple[RouterOp, ...] = tuple(name for name in get_args(RouterOp) if name != "copy")
+    """Operators for their router rows."""
     other_experts: tuple[int, ...] = ()
     """Other E for the comparison of activation ratios with sparse upcycling, at tau/T = 0.5; E belongs to it too."""
     utility_batches: int = 10
 
     def __post_init__(self) -> None:
         _at_least(1, self, "top_k", "expert_size", "utility_batches")
-        _unlike(self, "shares", "treatments", "other_experts")
+        _unlike(self, "shares", "treatments", "expert_ops", "router_ops", "other_experts")
+        for name, operators in (("expert_ops", self.expert_ops), ("router_ops", self.router_ops)):
+            if "copy" in operators:
+                raise MoesaicError(f"{name} must not hold copy, which all others are compared with")
         _shares("shares", self.shares)
         for name, experts in (("experts", self.experts), *(("other_experts", one) for one in self.other_experts)):
             if experts < self.top_k:

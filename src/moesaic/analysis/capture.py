@@ -42,6 +42,9 @@ from moesaic.routing.capture import Scoring, decision_of, find_blocks
 BLOCK_TOKENS = 4096
 """Tokens at once: with 2,000 probabilities each (16 layers of 125 experts), 33 MB in fp32."""
 
+USUAL_TOKENS = 256
+"""Tokens of a usual document; `batch_size` counts such ones."""
+
 _HALF_MAX = 65504.0
 """The largest finite number of half precision; larger logits are cut to it."""
 
@@ -131,12 +134,23 @@ class Capture(NamedTuple):
 
 
 def capture(
-    model: nn.Module, sample: Sample, shape: RouterShape, folder: Path, *, batch_size: int, quiet: bool
-) -> None:
+    model: nn.Module,
+    sample: Sample,
+    shape: RouterShape,
+    folder: Path,
+    *,
+    scoring: Scoring,
+    batch_size: int,
+    quiet: bool,
+) -> Float[ndarray, "domains layers experts"]:
     """Run the documents, each a sequence of its own, through the model and write the folder, which must not exist.
 
     `model` is a causal language model in evaluation mode, whose output head is not run; `batch_size` documents at once
     change nothing beyond rounding.
+
+    Returns:
+        Per domain the mean over its documents of their mean probabilities, over the tokens that the similarity of
+        domains is of (`Text.similar_ids`), which may be more than those that are written.
 
     Raises:
         MoesaicError: not enough disk.
@@ -148,6 +162,7 @@ def capture(
         np.save(folder / "tokens.npy", sample.ids_T)
         np.save(folder / "starts.npy", sample.start_D1)
     rows = (sample.tokens, len(shape.layers))
+    sum_NLE = np.zeros((len(sample.domains), len(shape.layers), shape.experts))
     with ExitStack() as stack:
         files = [
             stack.enter_context(create_tokens(folder / name, (*rows, width), np.dtype(dtype)))
@@ -164,7 +179,11 @@ def capture(
                     start, stop = map(int, sample.start_D1[document : document + 2])
                     for file, values in zip(files, taken, strict=True):
                         file.write(start, values[row, : stop - start])
+                    similar = len(sample.documents[document].similar_ids)
+                    probability_TLE = router_probabilities(taken[0][row, :similar], scoring)
+                    sum_NLE[sample.domain_D[document]] += probability_TLE.mean(dim=0, dtype=torch.float64).numpy()
                     tick(stop - start)
+    return sum_NLE / np.bincount(sample.domain_D, minlength=len(sum_NLE))[:, None, None]
 
 
 @contextmanager
@@ -175,14 +194,20 @@ def open_capture(folder: Path) -> Iterator[Capture]:
 
 
 def batches(sample: Sample, size: int) -> Iterator[tuple[list[int], Tensor]]:
-    """Documents of like length together, padded on the right, where a causal model cannot see it."""
-    order = np.argsort([len(text.ids) for text in sample.documents], kind="stable")
-    for start in range(0, len(order), size):
-        documents = order[start : start + size].tolist()
-        longest = max(len(sample.documents[document].ids) for document in documents)
-        ids_BS = torch.zeros(len(documents), longest, dtype=torch.int64)
+    """Documents of like length together, padded on the right, where a causal model cannot see it.
+
+    At most `size` of them, and fewer of those longer than `USUAL_TOKENS`, so that memory stays that of usual ones.
+    """
+    length_D = np.array([len(text.run_ids) for text in sample.documents])
+    order = np.argsort(length_D, kind="stable").tolist()
+    while order:
+        # Ascending, so the longest of the first n is the last of them.
+        fits = [n * length_D[longest] <= size * USUAL_TOKENS for n, longest in enumerate(order[:size], start=1)]
+        count = max(1, sum(fits))
+        documents, order = order[:count], order[count:]
+        ids_BS = torch.zeros(count, int(length_D[documents[-1]]), dtype=torch.int64)
         for row, document in enumerate(documents):
-            ids = sample.documents[document].ids
+            ids = sample.documents[document].run_ids
             ids_BS[row, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
         yield documents, ids_BS
 

@@ -63,6 +63,13 @@ class Text:
     """As much of the document's text as the tokens cover."""
     stops: np.ndarray
     """Where each token ends in the text; -1 for a special token that is not in it."""
+    similar_ids: np.ndarray
+    """The tokens that the similarity of domains is of; they begin like `ids`, and are more or fewer."""
+
+    @property
+    def run_ids(self) -> np.ndarray:
+        """What a model must read for both."""
+        return max(self.ids, self.similar_ids, key=len)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,7 +129,7 @@ def draw_sample(
     documents = sorted((text for _, _, text in draw.heap), key=lambda text: (text.domain, text.place))
     if not documents:
         raise MoesaicError(_nothing(draw, recipe, name))
-    refuse_unknown_ids(max(int(text.ids.max()) for text in documents), vocab_size, name)
+    refuse_unknown_ids(max(int(text.run_ids.max()) for text in documents), vocab_size, name)
     domains = tuple(dict.fromkeys(text.domain for text in documents))
     lengths_D = [len(text.ids) for text in documents]
     return Sample(
@@ -178,7 +185,7 @@ class _Draw:
             elif len(encoded[0]) > self._recipe.max_length:
                 self.too_long += 1
             else:
-                self._push(_text(entry, place, encoded, self._recipe.document_tokens))
+                self._push(_text(entry, place, encoded, self._recipe))
 
     def _push(self, text: Text) -> None:
         if text.place >= self._limit:
@@ -204,8 +211,9 @@ class _Draw:
         return zip(found["input_ids"], found["offset_mapping"], found["special_tokens_mask"], strict=True)
 
 
-def _text(entry: Entry, place: int, encoded: _Encoded, most: int) -> Text:
+def _text(entry: Entry, place: int, encoded: _Encoded, recipe: InspectRecipe) -> Text:
     ids, offsets, special = encoded
+    most = recipe.document_tokens
     stops = np.array([-1 if own else stop for (_, stop), own in zip(offsets, special, strict=True)][:most])
     return Text(
         domain=entry.domain,
@@ -214,6 +222,7 @@ def _text(entry: Entry, place: int, encoded: _Encoded, most: int) -> Text:
         ids=np.array(ids[:most], dtype=np.uint32),
         text=entry.text[: max(0, int(stops.max()))],
         stops=stops.astype(np.int32),
+        similar_ids=np.array(ids[: recipe.similarity_tokens], dtype=np.uint32),
     )
 
 

@@ -276,6 +276,7 @@ def _data_facts(recipe: InspectRecipe, entries: Entries, sample: Sample) -> Data
         documents=len(sample.documents),
         tokens=sample.tokens,
         document_tokens=recipe.document_tokens,
+        similarity_tokens=recipe.similarity_tokens,
         min_length=recipe.min_length,
         max_length=recipe.max_length,
         records=sample.records,
@@ -293,14 +294,24 @@ def _inspect_one(prepared: Prepared, index: int, folder: Path, *, quiet: bool) -
     model = load(prepared.checkpoints[index].path, device=recipe.device, dtype=recipe.dtype)
     row = family_of(prepared.checkpoints[index].config)
     shape = replace(_shape(facts), returns=row.returns if row is not None else "logits")
-    capture(model, sample, shape, folder / _CAPTURE, batch_size=recipe.batch_size, quiet=quiet)
+    probability_NLE = capture(
+        model, sample, shape, folder / _CAPTURE, scoring=facts.scoring, batch_size=recipe.batch_size, quiet=quiet
+    )
     del model
     gc.collect()  # modules refer to each other, and the second model needs the memory
     with open_capture(folder / _CAPTURE) as opened:
-        return _assemble(opened, prepared, facts, scratch=folder / "rows.npy", quiet=quiet)
+        return _assemble(opened, probability_NLE, prepared, facts, scratch=folder / "rows.npy", quiet=quiet)
 
 
-def _assemble(capture: "Capture", prepared: Prepared, model: ModelFacts, *, scratch: Path, quiet: bool) -> Inspection:
+def _assemble(
+    capture: "Capture",
+    probability_NLE: np.ndarray,
+    prepared: Prepared,
+    model: ModelFacts,
+    *,
+    scratch: Path,
+    quiet: bool,
+) -> Inspection:
     """Measure, cluster and describe one model's capture; `scratch` is a file that is made and removed."""
     from moesaic.analysis import describe
     from moesaic.analysis.clusters import cluster_tokens
@@ -313,7 +324,7 @@ def _assemble(capture: "Capture", prepared: Prepared, model: ModelFacts, *, scra
     measured = measure(
         capture, sample, model.scoring, source.vocabulary, document_tokens=data.document_tokens, quiet=quiet
     )
-    numbers = derive(measured, sample, active=model.top_k, groups=model.groups)
+    numbers = derive(measured, probability_NLE, active=model.top_k, groups=model.groups)
     mean_F = numbers["mass_SLE"][0].reshape(-1)
     found = cluster_tokens(
         capture, model.scoring, mean_F, scratch, clusters=prepared.recipe.clusters, seed=seed, quiet=quiet

@@ -69,6 +69,8 @@ class DataFacts:
     min_length: int
     max_length: int
     """Documents with fewer or more tokens than these were left out."""
+    similarity_tokens: int | None = None
+    """The first so many tokens of each document that the similarity of domains is of; None: all."""
     records: int
     """Records that were read; `documents` of them were used."""
     too_short: int

@@ -40,8 +40,6 @@ class Measured:
         """One per domain, pairs included."""
         self.confidence_NL = torch.zeros(domains, layers, dtype=wide)
         """Sum over a domain's tokens of the largest probability."""
-        self.document_sum_NLE = torch.zeros(domains, layers, experts, dtype=wide)
-        """Sum over a domain's documents of their mean probabilities."""
         self.first_LE = torch.zeros(layers, experts, dtype=wide)
         """Sum over first tokens of the probabilities."""
         self.bucket_tokens_B = torch.zeros(buckets, dtype=torch.int64)
@@ -75,12 +73,11 @@ class Measured:
         self.confidence_NL[block.domain] += probability_TLE.amax(dim=-1).sum(dim=0, dtype=torch.float64)
 
     def add_documents(self, block: Block, probability_TLE: Tensor, document_T: Tensor) -> Tensor:
-        """Mean probabilities of the block's documents; keeps their sum and, for each expert, the best of them."""
+        """Mean probabilities of the block's documents; keeps, for each expert, the best of them."""
         documents = block.last_document - block.first_document
         lengths_D = document_T.bincount(minlength=documents)
         means_DLE = torch.zeros(documents, *probability_TLE.shape[1:]).index_add_(0, document_T, probability_TLE)
         means_DLE /= lengths_D[:, None, None]
-        self.document_sum_NLE[block.domain] += means_DLE.sum(dim=0, dtype=torch.float64)
         first_T = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_D.cumsum(0)[:-1]])
         self.first_LE += probability_TLE[first_T].sum(dim=0, dtype=torch.float64)
         here_D = torch.arange(block.first_document, block.last_document)
@@ -153,8 +150,10 @@ def measure(
     return sums
 
 
-def derive(measured: Measured, sample: Sample, *, active: int, groups: Groups) -> dict[str, ndarray]:
-    """The fields of `Statistics` that need no clusters."""
+def derive(
+    measured: Measured, probability_NLE: Float[ndarray, "domains layers experts"], *, active: int, groups: Groups
+) -> dict[str, ndarray]:
+    """The fields of `Statistics` that need no clusters; `probability_NLE` is what `capture` gives."""
     scopes = [reduce(add, measured.domains), *measured.domains]
     confidence_SL = torch.cat([measured.confidence_NL.sum(dim=0, keepdim=True), measured.confidence_NL])
     tokens_S = torch.stack([scope.tokens for scope in scopes]).double()
@@ -167,8 +166,6 @@ def derive(measured: Measured, sample: Sample, *, active: int, groups: Groups) -
     pairs_LEE = scopes[0].pairs_LEE
     assert pairs_LEE is not None, "measured with pairs"
     entropies_SL = torch.stack([scope.entropy_L for scope in scopes])
-    documents_N = np.bincount(sample.domain_D, minlength=len(sample.domains))
-    probability_NLE = measured.document_sum_NLE.numpy() / documents_N[:, None, None]
     return {
         "counts_SLE": counts_SLE.numpy(),
         "load_SLE": load_SLE,

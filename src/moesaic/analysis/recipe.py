@@ -30,6 +30,8 @@ class InspectRecipe:
     """A second model with the same tokenizer, for the same documents."""
     document_tokens: int = 100
     """First tokens of each document that are used."""
+    similarity_tokens: int | None = None
+    """First tokens of each document that the similarity of domains is of. Default: all of it."""
     min_length: int = 32
     """Leave out documents with fewer tokens."""
     max_length: int = 2048
@@ -46,8 +48,8 @@ class InspectRecipe:
     """Seed of every random number."""
 
     def __post_init__(self) -> None:
-        for name in ("most_tokens", "document_tokens", "min_length"):
-            if (value := getattr(self, name)) < 1:
+        for name in ("most_tokens", "document_tokens", "similarity_tokens", "min_length"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 flag = "tokens" if name == "most_tokens" else name.replace("_", "-")
                 raise MoesaicError(f"--{flag} {value}: must be at least 1")
         if self.max_length < self.min_length:

@@ -95,15 +95,17 @@ def subset(count: int, total: int, generator: torch.Generator) -> Tensor:
 # --- hashes that order and split documents ----------------------------------------------------------------------------
 
 
-def order(purpose: str, seed: int, number: int) -> int:
-    """64 bits for record `number`: the n records with the smallest are a uniform sample; also a seed for NumPy."""
+def order(purpose: str, seed: int, number: int | str) -> int:
+    """64 bits for record `number`, or for a content by its digest: the n records with the smallest are a uniform
+    sample; also a seed for NumPy."""
     import xxhash
 
     return xxhash.xxh3_64_intdigest(f"{purpose}/{seed}/{number}".encode())
 
 
-def within(share: float, purpose: str, seed: int, number: int) -> bool:
-    """Whether record `number` is in the `share` (0 to 1) of all; an integer is compared, so nothing is rounded."""
+def within(share: float, purpose: str, seed: int, number: int | str) -> bool:
+    """Whether record `number`, or a content, is in the `share` (0 to 1) of all; an integer is compared, so nothing is
+    rounded."""
     return order(purpose, seed, number) < share * 2**64
 
 

@@ -119,12 +119,12 @@ def categories(path: str, field: str) -> list[str]:
     return sorted(found)
 
 
-def in_split(number: int, *, share: float, seed: int) -> bool:
-    """Whether record `number` (counted from 0 over all files) is in the share that is calibrated on.
+def in_split(digest: str, *, share: float, seed: int) -> bool:
+    """Whether a record is in the share that is calibrated on, by the digest of its content; the rest is for evaluation.
 
-    The rest is for evaluation. Depends on the seed and the number alone.
+    Depends on the seed and the content alone: not on the file, its format, or the record's place in it.
     """
-    return seeds.within(share, "split", seed, number)
+    return seeds.within(share, "split", seed, digest)
 
 
 def _rows(calibration: Calibration, share: list[str], *, quiet: bool) -> Iterator[_Row]:
@@ -132,7 +132,7 @@ def _rows(calibration: Calibration, share: list[str], *, quiet: bool) -> Iterato
     for number, record in enumerate(_records(calibration.path, quiet=quiet)):
         digest = record_digest(record.fields)
         if calibration.split is not None:
-            if not in_split(number, share=calibration.split, seed=calibration.seed):
+            if not in_split(digest, share=calibration.split, seed=calibration.seed):
                 continue
             share.append(digest)
         if calibration.only is not None:

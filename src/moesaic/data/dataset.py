@@ -5,21 +5,26 @@ from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moesaic.common.errors import MoesaicError
-from moesaic.data.cache import open_cache
-from moesaic.data.mixing import DocumentStream, Schedule, integer_shares
+from moesaic.data.cache import TokenCache, open_cache
+from moesaic.data.mixing import DocumentStream, Pieces, Schedule, integer_shares
 from moesaic.data.packing import Layout, PackedBatch, cut, fill, layout_of
 from moesaic.data.tokenise import PreparedData, refuse_unpredicted
 
 
 class PackedDataset:
-    """Packed, mixed, shuffled sequences; any step of any rank at once, so resuming is asking for the next step.
+    """Mixed, shuffled sequences, packed or of one document each; any step of any rank at once, so resuming is asking
+    for the next step.
 
     Each source is a stream of its documents, reshuffled every epoch; sequence n of a source is the tokens nS to
     (n+1)S of its stream, so every token of an epoch comes exactly once before any comes again, and a sequence may
     hold the end of one epoch and the start of the next. A fixed schedule says which source each sequence of the run
     comes from: after any number of sequences each source has had its share of them within less than one.
+
+    Without packing the same holds of documents in the place of tokens: sequence n of a source is document n of its
+    stream, whole, padded to the longest document of the step.
     """
 
     def __init__(self, data: PreparedData, *, seed: int, sequences_per_step: int) -> None:
@@ -34,14 +39,19 @@ class PackedDataset:
         self._folders = data.sources
         self._caches = [open_cache(folder) for folder in data.sources]
         self._domain_ids = [self.domains.index(source.domain) for source in recipe.sources]
-        self._streams = [
-            DocumentStream(cache.offsets, seed=seed, stream=index) for index, cache in enumerate(self._caches)
-        ]
+        self._packing = recipe.packing
+        if not recipe.packing:
+            for source, cache in zip(recipe.sources, self._caches, strict=True):
+                _refuse_longer(source.name, cache, recipe.sequence_length)
+        # A stream counts tokens, and without packing documents.
+        counted = [cache.offsets if recipe.packing else np.arange(cache.num_documents + 1) for cache in self._caches]
+        self._per_sequence = self.sequence_length if recipe.packing else 1
+        self._streams = [DocumentStream(offsets, seed=seed, stream=index) for index, offsets in enumerate(counted)]
         self._ends: list[int] | None = None
         shares = integer_shares([source.weight for source in recipe.sources])
         if recipe.epochs is not None:
             self._ends = [recipe.epochs * stream.num_tokens for stream in self._streams]
-            shares = tuple(-(-end // self.sequence_length) for end in self._ends)
+            shares = tuple(-(-end // self._per_sequence) for end in self._ends)
         self.num_sequences = None if self._ends is None else sum(shares)
         self._schedule = Schedule(shares)
         # The last two steps are kept, for their other micro-steps and a prefetching thread.
@@ -85,10 +95,11 @@ class PackedDataset:
         if self.num_steps is not None and step >= self.num_steps:
             raise MoesaicError(f"step {step} is past the end of the data: data.epochs gives {self.num_steps} steps")
         first_row = (micro_step * world_size + rank) * rows
+        layout = self._layout(step)
         return fill(
-            self._layout(step).rows(first_row, first_row + rows),
+            layout.rows(first_row, first_row + rows),
             num_rows=rows,
-            length=self.sequence_length,
+            length=self.sequence_length if self._packing else max(2, int((layout.column_N + layout.length_N).max())),
             caches=self._caches,
             domains=self._domain_ids,
             padding_id=self._padding_id,
@@ -104,15 +115,34 @@ class PackedDataset:
         for source in np.unique(source_R).tolist():
             row_R = np.flatnonzero(source_R == source)
             number = int(number_R[row_R[0]])  # of the first; the others follow without a gap
-            start, stop = number * self.sequence_length, (number + len(row_R)) * self.sequence_length
+            start, stop = number * self._per_sequence, (number + len(row_R)) * self._per_sequence
             if self._ends is not None:
                 stop = min(stop, self._ends[source])
-            pieces, sequence_N, column_N = cut(self._streams[source].pieces(start, stop), self.sequence_length)
+            pieces, sequence_N, column_N = cut(self._streams[source].pieces(start, stop), self._per_sequence)
+            if not self._packing:
+                pieces = _documents(self._caches[source], pieces.begin_N)
             source_N = np.full(len(column_N), source)
             parts.append((source_N, pieces.begin_N, pieces.length_N, row_R[sequence_N], column_N))
         *columns, row_N, column_N = (np.concatenate(part) for part in zip(*parts, strict=True))
         order_N = np.lexsort((column_N, row_N))
         return layout_of(*(values_N[order_N] for values_N in (*columns, row_N, column_N)), np.arange(len(order_N)))
+
+
+def _documents(cache: TokenCache, document_N: NDArray[np.int64]) -> Pieces:
+    """Whole documents by their numbers."""
+    begin_N = cache.offsets[document_N]
+    return Pieces(begin_N=begin_N, length_N=cache.offsets[document_N + 1] - begin_N)
+
+
+def _refuse_longer(name: str, cache: TokenCache, length: int) -> None:
+    """Refuse documents that do not fit into a sequence of their own: what is cut would be the answer."""
+    length_N = np.diff(cache.offsets)
+    longer = int((length_N > length).sum())
+    if longer:
+        raise MoesaicError(
+            f"{name}: {longer:,} of {cache.num_documents:,} documents are longer than data.sequence_length "
+            f"({length:,}), the longest has {int(length_N.max()):,} tokens; raise it, as data.packing: false cuts none"
+        )
 
 
 class ValidationSet:
@@ -135,7 +165,7 @@ class ValidationSet:
         self._caches = [open_cache(data.validation[index]) for index in chosen]
         offsets = _first([cache.offsets for cache in self._caches], limit)
         self._layout = _next_fit(offsets, data.recipe.sequence_length)
-        self.paths = [data.recipe.validation[index].path for index in chosen]
+        self.paths = [data.recipe.validation[index].name for index in chosen]
         self.cache_names = [data.validation[index].name for index in chosen]
         for number, (path, cache) in enumerate(zip(self.paths, self._caches, strict=True)):
             pieces = self._layout.source_N == number

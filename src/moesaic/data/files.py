@@ -196,9 +196,11 @@ def _read_text(file: DataFile, fields: Fields, tick: Tick) -> Iterator[Record]:
 def _read_csv(file: DataFile, _fields: Fields, tick: Tick) -> Iterator[Record]:
     number = 0
     try:
-        for number, values in enumerate(
-            csv.DictReader(io.StringIO(_text(_whole(file, tick), str(file.path)))), start=1
-        ):
+        rows = csv.DictReader(io.StringIO(_text(_whole(file, tick), str(file.path))))
+        names = rows.fieldnames or ()
+        if twice := [name for name in names if list(names).count(name) > 1]:
+            raise MoesaicError(f"{file.path}: its first line names {twice[0]!r} twice; rename one")
+        for number, values in enumerate(rows, start=1):
             where = f"{file.path}: row {number}"
             if None in values or None in values.values():
                 raise MoesaicError(

@@ -19,14 +19,24 @@ class SourceRecipe:
     """One source of documents.
 
     Name at most one of `messages`, `prompt` with `completion`, and `tokens`; without them, the documents are the plain
-    texts of the field `text`. Text files are one document each and have no fields.
+    texts of the field `text`. Text files are one document each and have no fields. `task` takes the place of `path`.
     """
 
-    path: str
+    path: str = ""
     """A file, a folder, or a hub data set `hf://org/name[@revision][:config][:split]` (split: train by default)."""
+    task: str | None = None
+    """A task by name or .yaml file, as `eval` asks it; only the answers are trained on. Of a source the rows that
+    demonstrations are drawn from (its training split), of a held-out set those that are evaluated."""
+    shots: int | None = None
+    """Demonstrations before each question of the task. None: the task file's own, else 0."""
+    data_dir: str | None = None
+    """Folder with the task's local rows. None: the hub's data sets."""
+    split: float | None = None
+    """Train on this share of the rows that are evaluated instead, those that `select --split` draws by its seed 0 and
+    `eval --selection-share` leaves out; of a held-out set: all but these."""
     domain: str = BY_NAME
-    """The name under which losses are reported. Several sources may share one. `auto`: the name of the file, folder or
-    data set up to its first dot."""
+    """The name under which losses are reported. Several sources may share one. `auto`: the name of the file, folder,
+    data set or task up to its first dot."""
     weight: float = 1.0
     """Share of the sequences, relative to the other sources. Not used in validation, nor with `epochs`."""
     format: FileFormat = "auto"
@@ -43,8 +53,14 @@ class SourceRecipe:
     """The field with the token ids of a document that is tokenised already."""
 
     def __post_init__(self) -> None:
-        if not self.path:
-            raise MoesaicError("path is empty; give a file, a folder or hf://org/name")
+        if self.task is not None:
+            self._check_task()
+        elif not self.path:
+            raise MoesaicError("path is empty; give a file, a folder or hf://org/name, or a task")
+        else:
+            for name in ("shots", "data_dir", "split"):
+                if getattr(self, name) is not None:
+                    raise MoesaicError(f"{name} is a setting of a task; leave it out, or give task instead of path")
         if not self.domain:
             raise MoesaicError("domain is empty; leave it out, or give the data a name, such as math")
         if not (math.isfinite(self.weight) and self.weight > 0):
@@ -57,6 +73,20 @@ class SourceRecipe:
             raise MoesaicError(f"{chosen[1]} cannot be given together with {chosen[0]}; use one source for each kind")
         if chosen and self.format == "text":
             raise MoesaicError(f"{chosen[0]} has no meaning with format: text, because text files have no fields")
+
+    def _check_task(self) -> None:
+        given = [name for name in ("path", "messages", "prompt", "tokens") if getattr(self, name)]
+        if given:
+            raise MoesaicError(f"{given[0]} cannot be given together with task; use one source for each")
+        if self.shots is not None and self.shots < 0:
+            raise MoesaicError(f"shots must be 0 or more, got {self.shots}")
+        if self.split is not None and not 0.0 < self.split <= 1.0:
+            raise MoesaicError(f"split must be above 0 and at most 1, such as 0.4, got {self.split}")
+
+    @property
+    def name(self) -> str:
+        """What the source is called in messages: its path or task."""
+        return self.path or str(self.task)
 
     @property
     def kind(self) -> SampleKind:
@@ -87,6 +117,9 @@ class DataRecipe:
     epochs: int | None = None
     """None: the sources repeat, each at its own pace, for as long as the budget lasts, mixed by `weight`.
     n: every source is read exactly n times, mixed in proportion to its size; the last sequence of each is padded."""
+    packing: bool = True
+    """Put documents one after the other into sequences, and cut them at their ends. `false`: each sequence is one whole
+    document, padded; `batch.tokens` then counts sequences of the full length: 32 * sequence_length is 32 documents."""
 
     def __post_init__(self) -> None:
         if self.sequence_length < 2:
@@ -113,7 +146,7 @@ def _with_domains(sources: tuple[SourceRecipe, ...], key: str) -> tuple[SourceRe
     """The sources with a domain each; two that would share one without anybody's word are refused."""
     named: list[SourceRecipe] = []
     for index, source in enumerate(sources):
-        domain = stem_of(source.path) if source.domain == BY_NAME else source.domain
+        domain = stem_of(source.name) if source.domain == BY_NAME else source.domain
         if not domain:
             raise MoesaicError(f"{key}.{index}.domain is missing; give the data a name, such as math")
         if source.domain == BY_NAME and domain in {one.domain for one in named}:

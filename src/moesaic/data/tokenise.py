@@ -82,7 +82,7 @@ def refuse_untrainable(data: PreparedData) -> None:
     """Refuse a source of training data in which nothing would be predicted."""
     for source, folder in zip(data.recipe.sources, data.sources, strict=True):
         cache = open_cache(folder)
-        refuse_unpredicted(source.path, cache, cache.offsets[:-1], np.diff(cache.offsets))
+        refuse_unpredicted(source.name, cache, cache.offsets[:-1], np.diff(cache.offsets))
 
 
 def refuse_unpredicted(path: str, cache: TokenCache, begin_N: NDArray[np.int64], length_N: NDArray[np.int64]) -> None:

@@ -37,7 +37,7 @@ def within_vocabulary(data: PreparedData, vocab_size: int) -> PreparedData:
     recipe = data.recipe
     sources = zip((*recipe.sources, *recipe.validation), (*data.sources, *data.validation), strict=True)
     for source, folder in sources:
-        refuse_unknown_ids(open_cache(folder).largest, vocab_size, source.path)
+        refuse_unknown_ids(open_cache(folder).largest, vocab_size, source.name)
     if data.padding_id < vocab_size:
         return data
     # Any token that the model has will do, such as the last one of the text: no loss and no document sees padding.

@@ -63,7 +63,7 @@ def build(name: str, benchmark: Benchmark, *, shots: int, seed: int, local: Loca
         DataMissingError: the hub's data set cannot be had, or a package that the task needs.
     """
     if benchmark.definition is not None:
-        return _defined(benchmark.definition, name, shots=shots, seed=seed)
+        return _defined(benchmark.definition, name, benchmark.config, shots=shots, seed=seed)
     with _silent(quiet=True):
         import lm_eval
         from lm_eval.tasks import TaskManager
@@ -102,7 +102,7 @@ def build(name: str, benchmark: Benchmark, *, shots: int, seed: int, local: Loca
     return dict(tasks)
 
 
-def _defined(file: Path, name: str, *, shots: int, seed: int) -> dict[str, Any]:
+def _defined(file: Path, name: str, other: Mapping[str, Any], *, shots: int, seed: int) -> dict[str, Any]:
     """The task of lm-eval's own file; Python functions that it names beside itself are imported, as by lm-eval."""
     with _silent(quiet=True):
         from lm_eval.api.task import ConfigurableTask
@@ -111,7 +111,7 @@ def _defined(file: Path, name: str, *, shots: int, seed: int) -> dict[str, Any]:
         _seed(seed)
         try:
             config = {key: value for key, value in load_yaml(file).items() if key not in ("tag", "group")}
-            task: Any = ConfigurableTask(config=config | {"task": name, "num_fewshot": shots})
+            task: Any = ConfigurableTask(config=config | {"task": name, "num_fewshot": shots} | other)
         except (OSError, ImportError) as error:
             first, *_ = str(error).strip().splitlines() or [type(error).__name__]
             raise DataMissingError(f"its data set or a package is not to be had ({first})") from error
@@ -190,11 +190,11 @@ def refuse_short_reach(lm: Any, tasks: Mapping[str, Any]) -> None:
 
 
 def rows_left(tasks: Mapping[str, Any], held_out: HeldOut, limit: int | None) -> dict[str, list[int]]:
-    """Of each task, the first `limit` rows that selections leave; rows of the hub are numbered within their task."""
+    """Of each task, the numbers of the first `limit` rows that selections leave."""
     found = {}
     for name, task in tasks.items():
         rows = enumerate(task.eval_docs)
-        found[name] = [number for number, row in rows if not held_out.holds(number, record_digest(row))][:limit]
+        found[name] = [number for number, row in rows if not held_out.holds(record_digest(row))][:limit]
     return found
 
 

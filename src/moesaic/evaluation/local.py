@@ -3,6 +3,7 @@ for all tasks or a folder with one per task or category, and the rows that these
 """
 
 import contextlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +41,11 @@ class HeldOut:
     share: float
     seed: int
     rows: frozenset[str] | None = None
-    """Digests of the rows, where a selection says them; None: the draw by the number of the row says."""
+    """Digests of the rows, where a selection says them; None: the draw by a row's content says."""
 
-    def holds(self, number: int, digest: str) -> bool:
-        """Whether a row is in it; its content decides where it is known."""
-        return digest in self.rows if self.rows is not None else in_split(number, share=self.share, seed=self.seed)
+    def holds(self, digest: str) -> bool:
+        """Whether a row is in it, by its content."""
+        return digest in self.rows if self.rows is not None else in_split(digest, share=self.share, seed=self.seed)
 
     def record(self) -> dict[str, Any]:
         """What results say of it."""
@@ -110,6 +111,7 @@ def read_local(
                 rows[part][split].append(row)
             if part in rows and evaluated:
                 places[part].append(place)
+    _refuse_few_demonstrations(benchmark, files, rows, shots=shots)
     complete = {part: by_split for part, by_split in rows.items() if all(by_split.values())}
     if not complete:
         raise DataMissingError(f"{files[benchmark.split]} has no rows of {name}")
@@ -119,6 +121,24 @@ def read_local(
         hashes=file_hashes([rows_file(path) for path in files.values()]),
         missing_parts=tuple(part for part in parts if part not in complete),
     )
+
+
+def _refuse_few_demonstrations(
+    benchmark: Benchmark, files: Mapping[str, Path], rows: Mapping[str, Mapping[str, list[Row]]], *, shots: int
+) -> None:
+    """Refuse a split with fewer rows than a question has demonstrations; one that is asked itself needs one more."""
+    split = benchmark.shot_split
+    if not shots or split is None:
+        return
+    itself = int(split == benchmark.split)
+    for part, by_split in rows.items():
+        found = len(by_split[split])
+        if 0 < found < shots + itself and by_split[benchmark.split]:
+            of = f" of {part}" if part else ""
+            raise DataMissingError(
+                f"{files[split]} has {found} rows{of}, and each question needs {shots} others as demonstrations; "
+                f"take {found - itself} shots at most"
+            )
 
 
 def refuse_too_many_shots(benchmark: Benchmark, shots: int) -> None:
@@ -149,7 +169,7 @@ def _rows(file: Path, benchmark: Benchmark, held_out: HeldOut | None) -> Iterato
     """Part, row and place of what a file has of a benchmark."""
     for number, record in enumerate(read_records(rows_file(file), None, lambda _amount: None)):
         digest = record_digest(record.fields)
-        if held_out is not None and held_out.holds(number, digest):
+        if held_out is not None and held_out.holds(digest):
             continue
         part = _part(record, benchmark.part_field)
         for row in _adapted(record, benchmark):
@@ -163,6 +183,7 @@ def digests_of(file: Path) -> list[str]:
 
 def _adapted(record: Record, benchmark: Benchmark) -> list[Row]:
     """The rows of a record in the hub's form, every field in its type."""
+    _refuse_surrogates(record)
     rows, local = [record.fields], benchmark.local
     missing = lacking(benchmark.fields, record.fields)
     if missing and local is not None:
@@ -183,6 +204,15 @@ def _adapted(record: Record, benchmark: Benchmark) -> list[Row]:
     return typed
 
 
+def _refuse_surrogates(record: Record) -> None:
+    """Refuse text that no tokenizer takes, wherever it lies in the record."""
+    for name, value in record.fields.items():
+        try:
+            json.dumps(value, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as error:
+            raise MoesaicError(f"{record.where}: {name}: is not valid Unicode (a lone surrogate); remove it") from error
+
+
 @contextlib.contextmanager
 def _at(record: Record) -> Iterator[None]:
     """Put a record's place before what is wrong with it."""
@@ -196,9 +226,11 @@ def _not_a_row(record: Record, benchmark: Benchmark, missing: str) -> MoesaicErr
     forms = [", ".join(benchmark.fields)]
     if benchmark.local is not None:
         forms.append(", ".join(name for name in benchmark.local if lacking({name: benchmark.local[name]}, {})))
+    # A task of one's own has no rows on the hub.
+    known = f"its file asks for {forms[-1]}" if benchmark.paths else f"the hub's are {', or those here '.join(forms)}"
     return MoesaicError(
-        f"{record.where}: not a row of {benchmark.title} (no field {missing!r}); it has "
-        f"{', '.join(map(str, record.fields))}, and the hub's fields are {', or those here '.join(forms)}"
+        f"{record.where}: not a row of {benchmark.title} (no field {missing!r}); its fields are "
+        f"{', '.join(map(str, record.fields))}, and {known}"
     )
 
 

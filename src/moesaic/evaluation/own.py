@@ -4,6 +4,7 @@ An own task becomes a `Benchmark` like the shipped ones: its rows, of any fields
 lm-eval asks and scores them.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -175,14 +176,16 @@ def _of_lm_eval(path: Path, values: Mapping[str, Any]) -> Found:
         raise MoesaicError(
             f"{path}: runs programs that the model writes, and lm-eval does not isolate them; not by path"
         )
-    benchmark = Benchmark(title=name, metric="", fields={}, definition=path)
+    training = values.get("training_split")
+    benchmark = Benchmark(title=name, metric="", fields={}, definition=path, shot_split=training)
     return Found(name=name, shots=int(values.get("num_fewshot") or 0), task=benchmark)
 
 
 def _from_own(task: OwnTask, file: Path) -> Benchmark | HeldOutText:
-    place = {"test": file.parent / Path(task.data).expanduser()}
+    # `os.path` leaves a home folder that there is not as it is: no such file, then.
+    place = {"test": file.parent / os.path.expanduser(task.data)}  # noqa: PTH111
     if task.demonstrations is not None:
-        place["train"] = file.parent / Path(task.demonstrations).expanduser()
+        place["train"] = file.parent / os.path.expanduser(task.demonstrations)  # noqa: PTH111
     for path in place.values():
         if not path.is_file():
             raise MoesaicError(f"{file}: no such file {path}; paths are seen from the task file")
@@ -190,6 +193,11 @@ def _from_own(task: OwnTask, file: Path) -> Benchmark | HeldOutText:
         return HeldOutText(path=place["test"], text=task.text, domain=task.domain)
     make = {"choice": _choice, "generation": _generation}[task.kind]
     return make(task, title=task.title or file.stem, paths=place)
+
+
+def _named_choice(task: OwnTask, number: int) -> str:
+    """The field of a choice."""
+    return f"{task.choices}.{number}" if isinstance(task.choices, str) else task.choices[number]
 
 
 def _choice(task: OwnTask, *, title: str, paths: Mapping[str, Path]) -> Benchmark:
@@ -203,6 +211,10 @@ def _choice(task: OwnTask, *, title: str, paths: Mapping[str, Path]) -> Benchmar
     def adapt(row: Row) -> Iterator[Row]:
         named = [row[task.choices]] if isinstance(task.choices, str) else [[row[name] for name in task.choices]]
         texts = [str(choice).strip() for choice in named[0]]
+        if not isinstance(task.choices, str):  # a table has the columns of its longest row
+            texts = texts[: max((number for number, text in enumerate(texts, start=1) if text), default=0)]
+        if "" in texts:
+            raise MoesaicError(f"{_named_choice(task, texts.index(''))}: is empty; give every choice a text")
         if not 2 <= len(texts) <= len(LETTERS):
             raise MoesaicError(f"{task.choices}: expected 2 to {len(LETTERS)} choices, got {len(texts)}")
         gold = gold_index(row[task.answer], texts, field=task.answer, kind=task.answer_is)

@@ -74,7 +74,7 @@ def _of_task(task: str, recipe: SelectRecipe) -> CalibrationSet:
 
     asked = task_requests(task, data_dir=recipe.data_dir, shots=recipe.shots)
     if recipe.split is not None:
-        asked = [one for one in asked if in_split(one.number, share=recipe.split, seed=recipe.seed)]
+        asked = [one for one in asked if in_split(one.digest, share=recipe.split, seed=recipe.seed)]
     placed = [(seeds.order("sample", recipe.seed, place), one) for place, one in enumerate(asked)]
     if recipe.examples is not None:
         placed = heapq.nsmallest(recipe.examples, placed, key=lambda one: one[0])

@@ -16,6 +16,7 @@ from moesaic.common.place import check_place
 from moesaic.common.recipe import recipe_values
 from moesaic.data.files import PREFIX, find_files
 from moesaic.training.recipe import TrainRecipe
+from moesaic.training.task_rows import refuse_missing_rows
 
 RECIPE_FILE = "recipe.yaml"
 RUN_FILE = "run.json"
@@ -89,7 +90,9 @@ def refuse_overlap(out: Path, recipe: TrainRecipe) -> None:
     check_place(out)
     target = out.resolve()
     read = [source for source in (recipe.model, recipe.tokenizer) if isinstance(source, str)]
-    data = [source.path for source in (*recipe.data.sources, *recipe.data.validation)]
+    data = [
+        name for one in (*recipe.data.sources, *recipe.data.validation) for name in (one.name, one.data_dir) if name
+    ]
     for name in (*read, *data):
         for source in _places(name):
             if source.exists() and (source.is_relative_to(target) or target.is_relative_to(source)):
@@ -97,15 +100,19 @@ def refuse_overlap(out: Path, recipe: TrainRecipe) -> None:
 
 
 def require_local_files(recipe: TrainRecipe) -> None:
-    """Refuse (MoesaicError) sources and held-out sets that are neither on the hub nor files with documents here."""
+    """Refuse (MoesaicError) sources and held-out sets that are neither on the hub nor files or tasks with rows here."""
     for kind in ("sources", "validation"):
         for number, source in enumerate(getattr(recipe.data, kind)):
             if source.path.startswith(PREFIX):
                 continue
             try:
-                find_files(source, quiet=True)
+                if source.task is None:
+                    find_files(source, quiet=True)
+                else:
+                    refuse_missing_rows(source, trained=kind == "sources")
             except MoesaicError as error:
-                raise MoesaicError(f"data.{kind}.{number}.path: {error}") from error
+                key = "path" if source.task is None else "task"
+                raise MoesaicError(f"data.{kind}.{number}.{key}: {error}") from error
 
 
 def _places(name: str) -> list[Path]:

@@ -1,6 +1,6 @@
 """A run between two steps: how it starts or goes on, what it has and has done, and how that is saved."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from moesaic.common.progress import notice
 from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.data.dataset import PackedDataset, ValidationSet, validation_sets
 from moesaic.data.packing import PackedBatch
-from moesaic.data.tokenise import prepare, refuse_untrainable
+from moesaic.data.recipe import DataRecipe
+from moesaic.data.tokenise import PreparedData, prepare, refuse_untrainable
 from moesaic.data.vocabulary import within_vocabulary
 from moesaic.loading import load_config
 from moesaic.modeling.cross_entropy import DomainLoss
@@ -39,6 +40,7 @@ from moesaic.training.start import (
 )
 from moesaic.training.state import RunState, prune_states, read_run, remove_unfinished, restore, save_state
 from moesaic.training.step import StepResult
+from moesaic.training.task_rows import tasks_as_files
 from moesaic.training.trackers import chosen_trackers
 
 
@@ -135,7 +137,7 @@ def begin(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: boo
     tokenizer = load_run_tokenizer(recipe)
     if world.is_main:
         warn_of_other_ids(recipe, tokenizer)
-    prepared = world.from_local_main(lambda: prepare(recipe.data, tokenizer, quiet=quiet))
+    prepared = world.from_local_main(lambda: _prepared(recipe.data, tokenizer, quiet=quiet))
     prepared = within_vocabulary(prepared, vocabulary)
     refuse_untrainable(prepared)
     data = PackedDataset(prepared, seed=recipe.seed, sequences_per_step=recipe.sequences_per_step)
@@ -177,10 +179,15 @@ def begin(recipe: TrainRecipe, out: Path, world: World, resume: bool, quiet: boo
     )
 
 
+def _prepared(recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, *, quiet: bool) -> PreparedData:
+    with tasks_as_files(recipe) as written:
+        return replace(prepare(written, tokenizer, quiet=quiet), recipe=recipe)
+
+
 def _refuse_other_data(
     saved: RunState, recipe: TrainRecipe, data: PackedDataset, held_out: tuple[ValidationSet, ...]
 ) -> None:
-    paths = [source.path for source in recipe.data.sources]
+    paths = [source.name for source in recipe.data.sources]
     refuse_changed_data(saved.data, data.cache_names, paths, harm="tokens would be repeated and skipped")
     if saved.held_out is not None:
         names = [name for one in held_out for name in one.cache_names]

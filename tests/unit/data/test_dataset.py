@@ -173,3 +173,46 @@ def test_to_moves_every_tensor(make_data):
     moved = batch.to("meta")
     assert all(getattr(moved, name).device.type == "meta" for name in TENSORS)
     assert moved.num_documents == batch.num_documents
+
+
+@pytest.mark.parametrize("epochs", [None, 2])
+def test_without_packing_a_row_is_a_whole_document_in_the_order_of_the_stream(make_data, epochs):
+    data = make_data(LENGTHS, sequence_length=41, epochs=epochs, masked=((0, 1),))
+    data = dataclasses.replace(data, recipe=dataclasses.replace(data.recipe, packing=False))
+    dataset = PackedDataset(data, seed=1, sequences_per_step=4)
+    starts = np.cumsum([0, *(length for of_source in LENGTHS for length in of_source)]) + 1
+    expected = {int(begin): list(range(begin, end)) for begin, end in pairwise(starts)}
+    seen: Counter[int] = Counter()
+    steps = range(6) if dataset.num_steps is None else range(dataset.num_steps)
+    for step in steps:
+        batch = dataset.batch(step)
+        longest = 0
+        for row, ids_S in enumerate(batch.input_ids_BS):
+            number = int((batch.document_ids_BS[row] >= 0).sum())
+            if not number:
+                continue  # the last step of the epochs
+            longest = max(longest, number)
+            document = ids_S[:number].tolist()
+            assert document == expected[document[0]]
+            assert batch.position_ids_BS[row, :number].tolist() == list(range(number))
+            assert batch.labels_BS[row, :number].tolist() == [-100, *document[1:]]
+            assert (batch.labels_BS[row, number:] == -100).all()
+            assert set(batch.document_ids_BS[row, :number].tolist()) == {row}
+            seen[document[0]] += 1
+        assert batch.input_ids_BS.shape == (4, max(2, longest))
+        halves = [dataset.batch(step, micro_step=half, num_micro_steps=2) for half in range(2)]
+        assert torch.equal(torch.cat([half.input_ids_BS for half in halves]), batch.input_ids_BS)
+    if epochs is None:  # 12 of each source, by weight
+        of_first = sum(number for begin, number in seen.items() if begin < starts[len(LENGTHS[0])])
+        assert of_first == 12
+        assert set(seen.values()) == {2, 3}
+    else:
+        assert seen == dict.fromkeys(expected, 2)
+        assert dataset.num_steps == -(-2 * len(expected) // 4)
+
+
+def test_without_packing_no_document_is_cut(make_data):
+    data = make_data(LENGTHS, sequence_length=20)
+    data = dataclasses.replace(data, recipe=dataclasses.replace(data.recipe, packing=False))
+    with pytest.raises(MoesaicError, match=r"1 of 6 documents are longer than data.sequence_length \(20\).* 30 tokens"):
+        PackedDataset(data, seed=1, sequences_per_step=4)

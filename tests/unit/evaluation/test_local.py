@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.common.errors import MoesaicError
-from moesaic.data.calibration import in_split
+from moesaic.data.calibration import in_split, record_digest
 from moesaic.evaluation.benchmarks import BENCHMARKS
 from moesaic.evaluation.local import DataMissingError, HeldOut, find_split, read_local
 from tests.tiny_evals import choice_rows, write_rows
@@ -70,7 +70,7 @@ def test_what_local_rows_become():
         (
             "piqa",
             {"goal": "g", "sol1": "a"},
-            r"not a row of PIQA \(no field 'question'\); it has goal, sol1, and the hub's",
+            r"not a row of PIQA \(no field 'question'\); its fields are goal, sol1, and the hub's are",
         ),
         ("piqa", {"question": "q", "choices": ["a", "b", "c"], "answer": 0}, r"choices: expected 2 values, got 3"),
         (
@@ -183,11 +183,11 @@ def test_demonstrations_come_from_their_split_and_are_limited(tmp_path: Path):
         read_local("mmlu", BENCHMARKS["mmlu"], tmp_path, shots=6)
 
 
-def test_held_out_rows_are_numbered_over_the_whole_file(tmp_path: Path):
+def test_held_out_rows_are_known_by_their_content(tmp_path: Path):
     rows = choice_rows(8, subject="abstract_algebra") + choice_rows(8, subject="electrical engineering")
     write_rows(tmp_path / "mmlu.test.jsonl", rows)
     data = read_local("mmlu", BENCHMARKS["mmlu"], tmp_path, shots=0, held_out=HeldOut(share=0.4, seed=3))
-    kept = [row for number, row in enumerate(rows) if not in_split(number, share=0.4, seed=3)]
+    kept = [row for row in rows if not in_split(record_digest(row), share=0.4, seed=3)]
     for subject, part in (
         ("abstract_algebra", "abstract_algebra"),
         ("electrical engineering", "electrical_engineering"),

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.evaluation.answers import gold_index, last_number, matches
 from moesaic.evaluation.benchmarks import BENCHMARKS, Benchmark
 from moesaic.evaluation.catalogue import suite_rows, task_rows
-from moesaic.evaluation.local import read_local
+from moesaic.evaluation.local import DataMissingError, read_local
 from moesaic.evaluation.own import find_task
 from moesaic.evaluation.recipe import EvalRecipe, SuiteTask, chosen_suite, load_suite
 from tests.tiny_evals import write_rows
@@ -114,6 +115,13 @@ def test_rows_become_requests(tmp_path: Path):
             {"question": ["q"], "choices": ["a", "b"], "answer": 0},
             r"rows.jsonl:1: question: expected",
         ),
+        ("kind: choice\n", {"question": "q", "choices": ["a", " "], "answer": 0}, r"rows.jsonl:1: choices.1: is empty"),
+        (
+            "kind: choice\nchoices: [a, b, c]\n",
+            {"question": "q", "a": "x", "b": "", "c": "y", "answer": 0},
+            r"rows.jsonl:1: b: is empty",
+        ),
+        ("kind: generation\n", {"question": "\ud800", "answer": "a"}, r"rows.jsonl:1: question: is not valid Unicode"),
         ("kind: generation\n", {"question": "q", "answer": {"a": 1}}, r"rows.jsonl:1: answer: expected"),
         ("kind: generation\n", {"question": "q", "answer": []}, r"rows.jsonl:1: answer: the list is empty"),
         (
@@ -139,6 +147,7 @@ def test_rows_that_do_not_fit_are_refused_by_row_and_field(tmp_path: Path, text:
             "kind: choice\ndata: none.jsonl\n",
             r"mine.yaml: no such file .*none.jsonl; paths are seen from the task file",
         ),
+        ("kind: choice\ndata: ~nobody-here/rows.jsonl\n", r"mine.yaml: no such file .*rows.jsonl; paths are seen"),
         ("kind: choice\ndata: rows.jsonl\nshots: 2\n", r"mine.yaml: .*demonstrations.* is needed with shots"),
         ("kind: generation\ndata: rows.jsonl\nextract: '('\n", r"mine.yaml: extract: is no regular expression"),
         ("- a\n", r"mine.yaml: not a task"),
@@ -151,6 +160,32 @@ def test_task_files_that_are_none_are_refused(tmp_path: Path, text: str, message
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(MoesaicError, match=message):
         find_task(str(tmp_path / "mine.yaml"))
+
+
+def test_a_table_has_as_many_choices_as_cells_and_a_name_for_each_column_once(tmp_path: Path):
+    (tmp_path / "rows.csv").write_text("question,a,b,c,answer\nq,x,y,,B\nq,x,y,z,C\n")
+    (tmp_path / "mine.yaml").write_text("kind: choice\ndata: rows.csv\nchoices: [a, b, c]\n")
+    task = find_task(str(tmp_path / "mine.yaml")).task
+    assert isinstance(task, Benchmark)
+    rows = read_local("mine", task, None, shots=0).rows[""]["test"]
+    assert [(row["continuations"], row["gold"]) for row in rows] == [(["A", "B"], 1), (["A", "B", "C"], 2)]
+    (tmp_path / "rows.csv").write_text("question,a,b,a,answer\nq,x,y,z,B\n")
+    with pytest.raises(MoesaicError, match=r"rows.csv: its first line names 'a' twice; rename one"):
+        read_local("mine", task, None, shots=0)
+
+
+def test_each_question_has_its_demonstrations_or_the_file_is_named(tmp_path: Path):
+    file = _task(
+        tmp_path, "kind: generation\ndemonstrations: two.jsonl\nshots: 3\n", [{"question": "q", "answer": "a"}]
+    )
+    write_rows(tmp_path / "two.jsonl", [{"question": f"{n}", "answer": "a"} for n in range(2)])
+    task = find_task(str(file)).task
+    assert isinstance(task, Benchmark)
+    assert len(read_local("mine", task, None, shots=2).rows[""]["train"]) == 2
+    with pytest.raises(DataMissingError, match=r"two.jsonl has 2 rows, and each question needs 3 others .* 2 shots at"):
+        read_local("mine", task, None, shots=3)
+    with pytest.raises(DataMissingError, match=r"take 1 shots at most"):  # a row is not its own demonstration
+        read_local("mine", replace(task, split="train"), None, shots=2)
 
 
 def test_suites_and_calls_name_task_files(tmp_path: Path):

@@ -160,6 +160,22 @@ def _labelled(*values, **labels):
     return [{"domain": "a", "seed": seed, "value": value, **labels} for seed, value in enumerate(values)]
 
 
+def test_an_operator_beats_copies_by_more_than_the_bound_or_nothing_can_be_told():
+    def grown(treatment, *values):
+        return _labelled(*values, measure="loss", model="grown", treatment=treatment)
+
+    says = "no operator for experts"
+    rows = [*grown("copy", 3.0, 3.1, 3.2), *grown("router-orthogonal", 2.0, 2.1, 2.2)]
+    rows += grown("expert-random", 1.0, 1.1, 1.2)  # ours, not the paper's
+    alike = grown("copy-again", 3.0, 3.1, 3.2)
+    worse, better = grown("expert-drop", 3.1, 3.2, 3.3), grown("expert-shuffle", 2.99, 3.09, 3.19)
+    assert _said("operators", [*rows, *alike, *worse], says) == ("0.1010 ± 0.0000", "seen")
+    assert _said("operators", [*rows, *alike, *worse, *better], says) == ("-0.0090 ± 0.0000", "opposite")
+    apart = grown("copy-again", 3.002, 3.098, 3.202)
+    assert _said("operators", [*rows, *apart, *worse], says)[1] == "not testable here"
+    assert _said("operators", [*rows, *alike], says)[1] == "not measured"
+
+
 def test_a_gap_is_closed_only_where_there_is_one():
     small, large = {"measure": "loss", "model": "fixed", "experts": 8}, {"measure": "loss", "model": "fixed"}
     grown = {"measure": "loss", "model": "grown", "treatment": "gradient_norm", "share": 0.5, "from": 8}

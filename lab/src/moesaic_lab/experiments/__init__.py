@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moesaic_lab.claims import Claim
-from moesaic_lab.experiments import divmoe, divmoe_results, emo, emo_results, expand, expand_results, life
+from moesaic_lab.experiments import divmoe, divmoe_results, emo, emo_results, expand, expand_results, life, operators
 from moesaic_lab.plan import Plan
 from moesaic_lab.results import Row, Table
 from moesaic_lab.scale import Scale
@@ -54,6 +54,13 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         tables=expand_results.tables,
         claims=expand_results.CLAIMS,
         size=expand.size,
+    ),
+    "operators": Experiment(
+        question="does any way of making duplicates beat plain copies (Expert Upcycling, appendix D)?",
+        plan=operators.plan,
+        tables=operators.tables,
+        claims=operators.CLAIMS,
+        size=operators.size,
     ),
     "life": Experiment(
         question="does a model gain from all of it, one after the other, over training it dense?",

@@ -33,7 +33,7 @@ def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
         parts={NAME: scale.expand},
         vocabulary=scale.expand.model.vocabulary,
         seeds=seeds,
-        steps_of_seed=lambda domains, seed: _Seed(scale.expand, domains, seed).steps(),
+        steps_of_seed=lambda domains, seed: Growing(scale.expand, domains, seed).steps(),
         notices=_notices(scale.expand),
     )
 
@@ -66,7 +66,7 @@ def _notices(scale: ExpandScale) -> tuple[str, ...]:
     )
 
 
-class _Seed:
+class Growing:
     """The steps of one seed."""
 
     def __init__(self, scale: ExpandScale, domains: Sequence[str], seed: int) -> None:
@@ -118,26 +118,38 @@ class _Seed:
         optimizer = {"schedule": "linear", "min_lr": rate, "warmup_steps": self.warmup}
         return self.mine.run(name, model, train, labels={**labels, "share": share}, optimizer=optimizer, **more)
 
-    def _after(self, name: str, experts: int, share: float, labels: Mapping[str, Any]) -> Run:
+    def _after(self, name: str, experts: int, share: float, labels: Mapping[str, Any], **more: Any) -> Run:
         """The second part, of the model in grown/NAME."""
         before, train, rate = self._parts(share)
         optimizer = {"schedule": "linear", "lr": rate, "min_lr": 0.0, "warmup_steps": 0}
         sizes = {"from": experts, "experts": _GROWTH * experts, "top_k": self.scale.top_k, "share": share}
-        how = {"stage": 1, "before": before.whole_tokens, "losses": _LOSSES, "optimizer": optimizer}
+        how = {"stage": 1, "before": before.whole_tokens, "losses": _LOSSES, "optimizer": optimizer, **more}
         return self.mine.run(name, f"grown/{name}-{self.mine.seed}", train, labels={**labels, **sizes}, **how)
 
     def _growing(self, experts: int, share: float, treatments: Sequence[Treatment]) -> Iterator[Step]:
         """The small model so far; then grow it in every way and train each on."""
-        labels = {"model": "before", "experts": experts}
-        before = self._before(f"before-{experts}-{share:g}", self._moe(experts), share, labels, losses=_LOSSES)
+        before = self.before(experts, share)
         yield train_step(before)
+        options = {treatment: self._options(treatment) for treatment in treatments}
+        yield self.grown(before, experts, share, options)
+
+    def before(self, experts: int, share: float) -> Run:
+        """The small model so far."""
+        labels = {"model": "before", "experts": experts}
+        return self._before(f"before-{experts}-{share:g}", self._moe(experts), share, labels, losses=_LOSSES)
+
+    def grown(
+        self, before: Run, experts: int, share: float, options: Mapping[str, Command], **more: Mapping[str, Any]
+    ) -> Step:
+        """Grow the small model in every way, a name and options of `expand`, and train each on with `more` keys."""
         parts: list[Run | Command] = []
-        for treatment in treatments:
+        for treatment, chosen in options.items():
             labels = {"model": "grown", "treatment": treatment}
-            run = self._after(f"grown-{experts}-{share:g}-{treatment}", experts, share, labels)
+            run = self._after(f"grown-{experts}-{share:g}-{treatment}", experts, share, labels, **more)
             grow = ("expand", before.folder, str(run.model), "--experts", str(_GROWTH * experts))
-            parts += [(*grow, *self._options(treatment), *self.last), run]
-        yield train_step(*parts, name=f"grown-{experts}-{share:g}-{self.mine.seed}", needs=(before.name,))
+            last = self.last[2:] if "--seed" in chosen else self.last
+            parts += [(*grow, *chosen, *last), run]
+        return train_step(*parts, name=f"grown-{experts}-{share:g}-{self.mine.seed}", needs=(before.name,))
 
     def _sparse(self, share: float) -> Iterator[Step]:
         """Sparse upcycling: copies of a dense FFN as wide as one expert, the same architecture as the grown models."""
