@@ -377,8 +377,8 @@ def test_functions_do_the_same(dense, tmp_path):
     [
         ({"specialists": ["math", "code"]}, r"upcycle\(\): specialists: expected short names and folders, such as"),
         ({"specialists": {"math": "x"}, "experts": "two"}, r"upcycle\(\): experts: expected a whole number"),
-        ({"workers": "a"}, "workers: must be a whole number of at least 1, got 'a'"),
-        ({"workers": 1.5}, "workers: must be a whole number of at least 1, got 1.5"),
+        ({"workers": "a"}, "--workers: must be a whole number of at least 1, got 'a'"),
+        ({"workers": 1.5}, "--workers: must be a whole number of at least 1, got 1.5"),
         ({"router_std": None}, r"upcycle\(\): router_std: expected"),
         ({"method": "dimvoe"}, r"upcycle\(\): method: 'dimvoe' is not allowed"),
     ],

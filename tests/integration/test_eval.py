@@ -117,7 +117,7 @@ def test_changed_rows_and_shots_are_refused(measured: Path, dense: Path, tmp_pat
     out = _copy(measured, tmp_path)
     other = write_evals(tmp_path / "evals")
     write_rows(other / "piqa.validation.jsonl", choice_rows(5, choices=2, seed=99))
-    with pytest.raises(MoesaicError, match=r"results.json: piqa was measured with data .*overwrite to begin anew"):
+    with pytest.raises(MoesaicError, match=r"results.json: piqa was measured with data .*--overwrite to begin anew"):
         evaluate(dense, out, suite=QUICK, data_dir=other, limit=3)
     write_rows(other / "piqa.validation.jsonl", choice_rows(6, choices=2, seed=3))
     write_rows(other / "piqa.train.jsonl", choice_rows(5, choices=2))
@@ -165,7 +165,7 @@ def test_a_stopped_run_keeps_what_it_has(dense: Path, evals: Path, tmp_path: Pat
 
 
 def test_no_data_at_all_is_refused(dense: Path, tmp_path: Path):
-    with pytest.raises(MoesaicError, match=r"suite emo-gen5: no task can be measured \(squad: no squad.validation"):
+    with pytest.raises(MoesaicError, match=r"--suite emo-gen5: no task can be measured \(squad: no squad.validation"):
         evaluate(dense, suite="emo-gen5", data_dir=tmp_path)
     with pytest.raises(MoesaicError, match="no such folder"):
         evaluate(dense, suite="emo-gen5", data_dir=tmp_path / "nowhere")
@@ -351,7 +351,7 @@ def test_a_document_s_loss_does_not_depend_on_its_neighbours(dense: Path, tmp_pa
 
 def test_records_without_the_domain_field_are_refused(dense: Path, tmp_path: Path):
     write_rows(tmp_path / "a.valid.jsonl", [{"text": "abc", "topic": "x"}, {"text": "abd", "topic": "y"}])
-    with pytest.raises(MoesaicError, match=r"a.valid.jsonl:1: no field 'domain' .*text, topic.*domain_field"):
+    with pytest.raises(MoesaicError, match=r"a.valid.jsonl:1: no field 'domain' .*text, topic.*--domain-field"):
         evaluate(dense, suite="perplexity", data_dir=tmp_path)
     topics = evaluate(dense, suite="perplexity", data_dir=tmp_path, domain_field="topic")
     assert set(topics.document["tasks"]["perplexity"]["text"]["domains"]) == {"x", "y"}

@@ -57,10 +57,12 @@ def test_rows_that_a_selection_was_made_on_are_left_out_of_any_suite(routed: Pat
 
 def test_the_flag_says_the_share_or_is_refused(routed: Path, evals: Path, drawn: Path):
     asked = {"suite": "arc_easy", "data_dir": evals, "limit": 1}
-    with pytest.raises(MoesaicError, match=r"selection_share 0.6: .*sel.json was made on a share of 0.4 of .*arc_easy"):
+    with pytest.raises(
+        MoesaicError, match=r"--selection-share 0.6: .*sel.json was made on a share of 0.4 of .*arc_easy"
+    ):
         evaluate(routed, selection=drawn, selection_share=0.6, **asked)
     evaluate(routed, selection=drawn, selection_share=0.4, dry_run=True, **asked)
-    with pytest.raises(MoesaicError, match=r"selection_share 1: must be above 0 and below 1"):
+    with pytest.raises(MoesaicError, match=r"--selection-share 1: must be above 0 and below 1"):
         evaluate(routed, selection_share=1.0, **asked)
     suites = ("piqa", Suite(name="mine", tasks=(SuiteTask(task="piqa"),), selection_share=0.9))
     for suite in suites:

@@ -38,10 +38,10 @@ def weights(folder):
 
 REFUSALS = [
     ({"experts": 8}, "has 8 experts already; give a larger number"),
-    ({"experts": 4}, "experts 4"),
-    ({"experts": 33}, "experts 33 needs more than cap 3 .* the largest count possible is 32"),
+    ({"experts": 4}, "--experts 4"),
+    ({"experts": 33}, "--experts 33 needs more than --cap 3 .* the largest count possible is 32"),
     ({"experts": 17, "cap": 1}, "the largest count possible is 16"),
-    ({"experts": 10, "top_k": 11}, "top_k 11: there are 10 experts"),
+    ({"experts": 10, "top_k": 11}, "--top-k 11: there are 10 experts"),
     ({"experts": 10, "top_k": 0}, "top_k: must be at least 1"),
     ({"experts": 10, "utility": "approx_fisher"}, "needs the optimizer's second moments"),
     ({"experts": 10, "utility": "gradient_norm"}, "needs text"),
@@ -49,7 +49,7 @@ REFUSALS = [
     ({"experts": 10, "delta": -1.0}, "delta: must be"),
     ({"experts": 10, "calibration": ["missing.jsonl"]}, "missing.jsonl: no such file"),
     ({"experts": 10, "utility_from": "missing.json"}, "missing.json: no such file"),
-    ({"experts": 10, "shard_size": "x"}, "shard_size x"),
+    ({"experts": 10, "shard_size": "x"}, "--shard-size x"),
 ]
 
 
@@ -71,7 +71,7 @@ def test_a_dense_model(tmp_path):
     ("settings", "message"),
     [
         ({"experts": 10}, "the 4 expert groups of this family must grow equally"),
-        ({"experts": 12, "top_k": 7}, "top_k 7: a token uses experts of 2 groups only, which have 6"),
+        ({"experts": 12, "top_k": 7}, "--top-k 7: a token uses experts of 2 groups only, which have 6"),
     ],
 )
 def test_groups_of_a_family(tmp_path, settings, message):

@@ -89,7 +89,7 @@ def test_one_per_copy_group(plain, tmp_path):
     assert distance(tmp_path / "noisy", plain) < 1e-4
     config = config_of(tmp_path / "noisy")
     assert (config["num_experts"], config["num_experts_per_tok"], config["group_score"]) == (11, 2, "log_mean_exp")
-    with pytest.raises(MoesaicError, match="top_k 7: one_per_copy_group uses at most one copy of each of 6"):
+    with pytest.raises(MoesaicError, match="--top-k 7: one_per_copy_group uses at most one copy of each of 6"):
         expand(plain, tmp_path / "more", top_k=7, **settings)
 
 

@@ -191,4 +191,4 @@ def test_the_refusal_of_a_native_family_names_both_ways_out(models, tmp_path, to
     with pytest.raises(MoesaicError) as error:
         moesaic.export(moe, tmp_path / "out", to=to)
     assert "train it further with `routing: {rule: topk}`" in str(error.value)
-    assert "to dense specialist NAME" in str(error.value)
+    assert "--to dense --specialist NAME" in str(error.value)

@@ -275,7 +275,7 @@ def test_a_damaged_router_is_named(tmp_path: Path, data: Path):
 def test_too_many_domains(tmp_path: Path, model: Path):
     file = tmp_path / "many.jsonl"
     file.write_text("\n".join(json.dumps({"text": "word " * 3, "id": index}) for index in range(300)))
-    with pytest.raises(MoesaicError, match="domain_field id: has 300 different values, at most 256"):
+    with pytest.raises(MoesaicError, match="--domain-field id: has 300 different values, at most 256"):
         moesaic.inspect(model, tmp_path / "out", data=file, domain_field="id", **SMALL)
 
 
@@ -326,7 +326,7 @@ def test_held_out_text_is_that_of_eval(tmp_path: Path, model: Path):
     task.write_text("kind: perplexity\ndata: corpus/math.valid.jsonl\ndomain: ''\n")
     found = moesaic.inspect(model, tmp_path / "own", data=task, **settings(clusters=0))
     assert [(one.name, one.documents) for one in found.data.domains] == [("math", 3)]
-    with pytest.raises(MoesaicError, match=r"data perplexity: held-out text is local; give data_dir"):
+    with pytest.raises(MoesaicError, match=r"--data perplexity: held-out text is local; give --data-dir"):
         moesaic.inspect(model, tmp_path / "none", data="perplexity", **given)
 
 

@@ -229,20 +229,20 @@ def test_one_selection_per_category(tmp_path, moe, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": 9}, "keep 9: must be from 1 to 8"),
-        ({"keep": "0%"}, "keep 0%: must be from 1 to 8"),
-        ({"keep": "many"}, "keep many: not a number of experts"),
-        ({"keep": 1}, r"keep 1: keeps 1 experts, but each token uses 2; .*top_k 1"),
-        ({"data": None}, "method router: needs calibration text"),
-        ({"examples": 0}, "examples 0: must be at least 1"),
-        ({"shots": 20}, "shots 20: .* has 20 usable records"),
+        ({"keep": 9}, "--keep 9: must be from 1 to 8"),
+        ({"keep": "0%"}, "--keep 0%: must be from 1 to 8"),
+        ({"keep": "many"}, "--keep many: not a number of experts"),
+        ({"keep": 1}, r"--keep 1: keeps 1 experts, but each token uses 2; .*--top-k 1"),
+        ({"data": None}, "--method router: needs calibration text"),
+        ({"examples": 0}, "--examples 0: must be at least 1"),
+        ({"shots": 20}, "--shots 20: .* has 20 usable records"),
         ({"only": ("text", "nothing")}, "the calibration set is empty"),
         ({"template": "{question}"}, r"math\.jsonl:1: no field 'question'; the record has text"),
         (
             {"method": "best"},
             "method: 'best' is not allowed: one of 'router', 'easy_ep', 'reap', 'frequency', 'random'",
         ),
-        ({"layerwise": True, "stats_out": "x.json"}, "layerwise: scores belong to"),
+        ({"layerwise": True, "stats_out": "x.json"}, "--layerwise: scores belong to"),
     ],
 )
 def test_refusals(tmp_path, moe, options, message):

@@ -294,11 +294,11 @@ def test_one_changed_expert_is_another_model(tmp_path):
 
 def test_what_a_config_or_router_cannot_hold_is_refused(tmp_path):
     full = save_tiny_moe(tmp_path / "full", "olmoe")
-    with pytest.raises(MoesaicError, match=r"keeps 1 experts, but each token uses 2; .* top_k 1"):
+    with pytest.raises(MoesaicError, match=r"keeps 1 experts, but each token uses 2; .* --top-k 1"):
         extract(full, select(full, [3]), tmp_path / "out")
     with pytest.raises(MoesaicError, match=r"keeps 2 to 3 experts depending on the layer.*olmoe.*moesaic"):
         extract(full, select(full, [[0, 1], [0, 1, 2]]), tmp_path / "out")
-    with pytest.raises(MoesaicError, match="top_k 3: must be from 1 to 2"):
+    with pytest.raises(MoesaicError, match="--top-k 3: must be from 1 to 2"):
         extract(full, select(full, [0, 1, 2]), tmp_path / "out", top_k=3)
     assert not (tmp_path / "out").exists()
 

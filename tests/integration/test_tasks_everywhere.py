@@ -232,7 +232,7 @@ def test_data_sets_are_domains_of_the_same_weight(routed: Path, tmp_path: Path, 
     for path, file in zip(paths, files, strict=True):
         select(routed, keep=4, data=path, stats_out=file)
     assert set(select(routed, keep=4, stats=tuple(files)).details["domains"]) == set(names)
-    with pytest.raises(MoesaicError, match=r"stats_out .*: holds one domain"):
+    with pytest.raises(MoesaicError, match=r"--stats-out .*: holds one domain"):
         select(routed, keep=4, data=tuple(paths), stats_out=str(tmp_path / "x"))
 
 
@@ -256,12 +256,12 @@ def test_expand_and_inspect_take_tasks(routed: Path, evals: Path, tmp_path: Path
     ("options", "message"),
     [
         ({"task": "arc_esy"}, "arc_esy: no such task; did you mean 'arc_easy'"),
-        ({"task": "copa"}, "task copa: no copa.validation.jsonl in "),
-        ({"task": "perplexity"}, "task perplexity: has texts and no questions"),
-        ({"task": "arc_easy", "template": "{question}"}, "task arc_easy: .*leave template out"),
+        ({"task": "copa"}, "--task copa: no copa.validation.jsonl in "),
+        ({"task": "perplexity"}, "--task perplexity: has texts and no questions"),
+        ({"task": "arc_easy", "template": "{question}"}, "--task arc_easy: .*leave --template out"),
         (
             {"task": "arc_easy", "data": "x.jsonl", "domain": "d"},
-            "domain d: names one",
+            "--domain d: names one",
         ),
     ],
 )

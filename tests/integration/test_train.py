@@ -144,7 +144,7 @@ def test_resume_starts_fresh_where_nothing_is_and_refuses_another_recipe(tmp_pat
 def test_an_existing_run_is_refused_and_replaced_only_when_asked(tmp_path):
     recipe = tiny_recipe(tmp_path / "in", budget={"steps": 2})
     run(recipe, tmp_path / "out")
-    with pytest.raises(MoesaicError, match="resume goes on with a run, overwrite starts it again"):
+    with pytest.raises(MoesaicError, match="--resume goes on with a run, --overwrite starts it again"):
         run(recipe, tmp_path / "out")
     run(recipe | {"budget": {"steps": 3}}, tmp_path / "out", overwrite=True)
     assert len(lines(tmp_path / "out")) == 3

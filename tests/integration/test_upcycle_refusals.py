@@ -76,40 +76,40 @@ def refusal(recipe: UpcycleRecipe, tmp_path: Path, *, out: Path | None = None) -
 @pytest.mark.parametrize(
     ("method", "more", "expected"),
     [
-        ("divmoe", {"specialists": ()}, "needs at least 2, got 0: give specialists NAME=PATH"),
-        ("sparse", {"specialists": (Specialist(name="math", path="x"),)}, "specialists math: method sparse makes"),
-        ("divmoe", {"shards": 5}, "shards 5: does not divide the base's FFN width 48; 1, 2, 3, 4, 6"),
-        ("sparse", {"shards": 2}, "shards 2: method sparse keeps every FFN whole"),
-        ("btx", {"shards": 2}, "shards 2: method btx keeps every FFN whole"),
-        ("virtual_group", {"experts": 7, "shards": 2}, "experts 7: must be a multiple of shards 2"),
-        ("divmoe", {"experts": 9}, "experts 9: method divmoe makes 8 experts from 4 specialists"),
-        ("btx", {"experts": 3}, "experts 3: method btx makes 4 experts from 4 specialists"),
-        ("sparse", {"experts": 4, "top_k": 5}, "top_k 5: routing topk has only 4 experts"),
-        ("divmoe", {"top_k": 5}, "top_k 5: routing one_per_group has only 4 groups"),
-        ("btx", {"top_k": 5}, "top_k 5: routing topk has only 4 experts"),
-        ("sparse", {"routing": "one_per_group"}, "routing one_per_group: with whole FFNs (shards 1)"),
-        ("btx", {"routing": "one_per_group"}, "routing one_per_group: with whole FFNs (shards 1)"),
-        ("drop", {"routing": "one_per_group", "shards": 2, "experts": 7}, "must be a multiple of shards 2"),
+        ("divmoe", {"specialists": ()}, "needs at least 2, got 0: give --specialist NAME=PATH"),
+        ("sparse", {"specialists": (Specialist(name="math", path="x"),)}, "--specialist math: --method sparse makes"),
+        ("divmoe", {"shards": 5}, "--shards 5: does not divide the base's FFN width 48; 1, 2, 3, 4, 6"),
+        ("sparse", {"shards": 2}, "--shards 2: --method sparse keeps every FFN whole"),
+        ("btx", {"shards": 2}, "--shards 2: --method btx keeps every FFN whole"),
+        ("virtual_group", {"experts": 7, "shards": 2}, "--experts 7: must be a multiple of --shards 2"),
+        ("divmoe", {"experts": 9}, "--experts 9: --method divmoe makes 8 experts from 4 specialists"),
+        ("btx", {"experts": 3}, "--experts 3: --method btx makes 4 experts from 4 specialists"),
+        ("sparse", {"experts": 4, "top_k": 5}, "--top-k 5: --routing topk has only 4 experts"),
+        ("divmoe", {"top_k": 5}, "--top-k 5: --routing one_per_group has only 4 groups"),
+        ("btx", {"top_k": 5}, "--top-k 5: --routing topk has only 4 experts"),
+        ("sparse", {"routing": "one_per_group"}, "--routing one_per_group: with whole FFNs (--shards 1)"),
+        ("btx", {"routing": "one_per_group"}, "--routing one_per_group: with whole FFNs (--shards 1)"),
+        ("drop", {"routing": "one_per_group", "shards": 2, "experts": 7}, "must be a multiple of --shards 2"),
         (
             "divmoe",
             {"router_init": "latin_square", "shards": 3},
-            "shards 3 does not divide the number of domains (4)",
+            "--shards 3 does not divide the number of domains (4)",
         ),
         ("drop", {"router_init": "tied", "shards": 2, "experts": 7}, "does not divide the number of experts (7)"),
-        ("drop", {"shared_weights": "reinit"}, "shared_weights reinit: random weights everywhere are for"),
-        ("sparse", {"shared_weights": "random-specialist"}, "method sparse has no specialists"),
+        ("drop", {"shared_weights": "reinit"}, "--shared-weights reinit: random weights everywhere are for"),
+        ("sparse", {"shared_weights": "random-specialist"}, "--method sparse has no specialists"),
         (
             "sparse",
             {"drop_ratio": 0.3},
-            "drop_ratio 0.3: method sparse does not use it; leave it out, or use meth",
+            "--drop-ratio 0.3: --method sparse does not use it; leave it out, or use --meth",
         ),
-        ("divmoe", {"drop_indices": "per-matrix"}, "drop_indices per-matrix: method divmoe does not use it"),
-        ("sparse", {"layers": "every:3"}, "layers every:3: no layer would become MoE"),
-        ("sparse", {"layers": "0-2"}, "layers 0-2: the base has no layer 2; its 2 layers are 0 to 1"),
-        ("sparse", {"layers": "1-0"}, "layers 1-0: the range 1-0 runs backwards"),
-        ("sparse", {"layers": "odd"}, "layers odd: cannot read 'odd'"),
-        ("sparse", {"layers": ""}, "layers : cannot read ''"),
-        ("sparse", {"shard_size": "5 parsecs"}, "shard_size 5 parsecs: not a size"),
+        ("divmoe", {"drop_indices": "per-matrix"}, "--drop-indices per-matrix: --method divmoe does not use it"),
+        ("sparse", {"layers": "every:3"}, "--layers every:3: no layer would become MoE"),
+        ("sparse", {"layers": "0-2"}, "--layers 0-2: the base has no layer 2; its 2 layers are 0 to 1"),
+        ("sparse", {"layers": "1-0"}, "--layers 1-0: the range 1-0 runs backwards"),
+        ("sparse", {"layers": "odd"}, "--layers odd: cannot read 'odd'"),
+        ("sparse", {"layers": ""}, "--layers : cannot read ''"),
+        ("sparse", {"shard_size": "5 parsecs"}, "--shard-size 5 parsecs: not a size"),
         ("sparse", {"base": "no/such/folder/here"}, "no/such/folder/here"),
     ],
 )
@@ -147,7 +147,7 @@ def test_values_that_are_wrong_for_every_checkpoint(changes, expected):
 def test_a_missing_tensor_is_named(folders, tmp_path, name):
     change_weights(folders[3], lambda tensors: tensors.pop(name))
     message = refusal(recipe_for(folders), tmp_path)
-    assert message.startswith("specialists s2: ")
+    assert message.startswith("--specialist s2: ")
     assert name in message
 
 
@@ -185,7 +185,7 @@ def test_a_config_field_that_differs_is_named(folders, tmp_path, changes, expect
         assert any("sliding_window" in line for line in notices)
     else:
         message = refusal(recipe_for(folders), tmp_path)
-        assert message.startswith("specialists s1 (")
+        assert message.startswith("--specialist s1 (")
         assert expected in message
 
 

@@ -295,12 +295,12 @@ def test_without_a_record_the_figures_are_still_measured(models, tmp_path):
 def test_a_text_needs_a_tokenizer_and_random_tokens_are_admitted(models, tmp_path):
     target = make(models, tmp_path / "moe", "virtual_group")
     (tmp_path / "text.txt").write_text("some words")
-    with pytest.raises(MoesaicError, match="has a tokenizer; leave text out"):
+    with pytest.raises(MoesaicError, match="has a tokenizer; leave --text out"):
         verify(models / "base", target, text=tmp_path / "text.txt", quiet=True)
     report = verify(models / "base", target, quiet=True)
     assert "random token ids (there is no tokenizer)" in "\n".join(report.lines())
     assert json.loads(json.dumps(report.to_dict()))["tokens"] == 1000
-    with pytest.raises(MoesaicError, match="batch_size 0"):
+    with pytest.raises(MoesaicError, match="--batch-size 0"):
         verify(models / "base", target, batch_size=0, quiet=True)
 
 

@@ -196,8 +196,8 @@ def test_streaming_prints_prompt_and_text(checkpoint, capsys):
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens: must be at least 1, got 0"),
-        ({"temperature": -0.5}, "temperature: must be 0 or more, got -0.5"),
+        ({"max_new_tokens": 0}, "--max-new-tokens: must be at least 1, got 0"),
+        ({"temperature": -0.5}, "--temperature: must be 0 or more, got -0.5"),
         ({"temperature": float("nan")}, "generate(): temperature: expected a finite number, got nan"),
     ],
 )

@@ -1,6 +1,5 @@
-"""The one exception that users see; flags in its message as keys, and the nearest known name."""
+"""The one exception that users see, and the nearest known name for its message."""
 
-import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -28,18 +27,3 @@ def suggest(word: str, known: Iterable[str]) -> str:
     if near:
         return f"did you mean {by_folded_name[near[0]]!r}?"
     return f"known: {', '.join(names) or '(none)'}"
-
-
-FLAG_OF = {"specialists": "specialist", "parts": "with", "gap": "gap-closure"}
-"""Key -> its flag, where that is not the key itself."""
-_FLAG = re.compile(r"`[^`]*`|--([a-z]+(?:-[a-z]+)*)")
-
-
-def as_keys(message: str, keys: Iterable[str]) -> str:
-    """The flags in a message as keys, where they are among `keys`; commands in back-quotes stay.
-
-    >>> as_keys("--top-k 9: give at most 8; see `moesaic plan --json`", ["top_k"])
-    'top_k 9: give at most 8; see `moesaic plan --json`'
-    """
-    known = {FLAG_OF.get(key, key.replace("_", "-")): key for key in keys}
-    return _FLAG.sub(lambda match: known.get(match[1] or "", match[0]), message)

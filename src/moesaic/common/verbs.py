@@ -17,7 +17,7 @@ from dataclasses import MISSING, Field
 from functools import cache, wraps
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, get_type_hints
 
-from moesaic.common.errors import MoesaicError, as_keys
+from moesaic.common.errors import MoesaicError
 from moesaic.common.place import Kind, check_place
 from moesaic.common.recipe import init_fields, load_recipe
 from moesaic.common.workers import MOST_WORKERS, check_workers
@@ -64,8 +64,7 @@ def verb(
 
     The public function takes the recipe's keys and the other keywords of the decorated function (`overwrite`,
     `dry_run`, ...); its signature and the `Args:` of its docstring are made from both. In place of the keys it takes
-    a recipe as its first argument. Mistakes name function and key: `extract(): top_k: expected ...`; flags in messages
-    of the function, which the command line shows as they are, become keywords.
+    a recipe as its first argument. Mistakes name function and key: `extract(): top_k: expected ...`.
 
     Args:
         recipe: a frozen, keyword-only dataclass whose fields have docstrings.
@@ -83,7 +82,8 @@ def verb(
         order = (*positional, *(("out",) if out else ()))
         signature = _signature(recipe, order, options, inspect.signature(run).return_annotation)
 
-        def make(*arguments: Any, **keywords: Any) -> Result:
+        @wraps(run)
+        def call(*arguments: Any, **keywords: Any) -> Result:
             check_workers(keywords.get("workers"))
             if arguments and isinstance(arguments[0], recipe):
                 return anyhow(*arguments, **keywords)
@@ -93,14 +93,6 @@ def verb(
             for key in (convert or {}).keys() & given.keys():
                 given[key] = _converted(convert or {}, key, given[key], f"{name}()")
             return anyhow(load_recipe(recipe, given, name=f"{name}()"), **chosen)
-
-        @wraps(run)
-        def call(*arguments: Any, **keywords: Any) -> Result:
-            try:
-                return make(*arguments, **keywords)
-            except MoesaicError as error:
-                error.args = (as_keys(str(error), signature.parameters),)
-                raise
 
         made = cast("Any", call)
         made.__signature__ = signature

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 from moesaic.checkpoint.record import write_provenance
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.write import write
-from moesaic.common.errors import MoesaicError, as_keys
+from moesaic.common.errors import MoesaicError
 from moesaic.common.files import explained
 from moesaic.common.intervals import loss_jump
 from moesaic.common.progress import notice
@@ -34,7 +34,7 @@ from moesaic.expansion.resolve import ExpandPlan
 from moesaic.expansion.run import copies_lines
 from moesaic.families.moe import detect_moe
 from moesaic.modeling.cross_entropy import ratio_with_error
-from moesaic.training.growth_plan import EXPAND_KEYS, described, grown_plans, resolve_transition
+from moesaic.training.growth_plan import as_keys, described, grown_plans, resolve_transition
 from moesaic.training.metrics import Throughput
 from moesaic.training.moments import adapted
 from moesaic.training.optimizer import MOMENTS
@@ -93,7 +93,7 @@ def expand(run: "Session") -> None:
     try:
         record = _write_grown(run, folder, number)
     except MoesaicError as error:
-        raise MoesaicError(f"expand.{number}: {as_keys(str(error), EXPAND_KEYS)}") from error
+        raise MoesaicError(f"expand.{number}: {as_keys(str(error))}") from error
     world.barrier()
     del run.trainable  # the old model and the new one need not be in memory together
     gc.collect()

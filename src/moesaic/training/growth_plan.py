@@ -4,6 +4,7 @@ Every expansion is resolved on what the one before it would make, with its copie
 that can be refused, do not depend on which experts are copied. No torch.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
@@ -14,19 +15,14 @@ from typing import Any
 
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.source import Checkpoint
-from moesaic.common.errors import MoesaicError, as_keys
-from moesaic.common.recipe import init_fields
+from moesaic.common.errors import MoesaicError
 from moesaic.expansion.costs import PAPER_RATIO, Phase, cost_table, saving_of_phases
 from moesaic.expansion.exact import grown_config
-from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.expansion.resolve import ExpandPlan, check_recorded_rule, resolve
 from moesaic.families.costs import flops_per_token, number
 from moesaic.families.counting import ParameterCount, Shapes, count_shapes
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.schedule import Transition, positions
-
-EXPAND_KEYS = tuple(field.name for field in init_fields(ExpandRecipe))
-"""What the flags of `moesaic expand` are in a recipe: its messages name these."""
 
 
 def described(config: Mapping[str, Any], shapes: Shapes) -> Checkpoint:
@@ -65,7 +61,7 @@ def grown_plans(
             if plan.experts % recipe.parallel.expert:
                 raise MoesaicError(f"experts {plan.experts}: parallel.expert ({recipe.parallel.expert}) must divide it")
         except MoesaicError as error:
-            raise MoesaicError(f"expand.{index}: {as_keys(str(error), EXPAND_KEYS)}") from error
+            raise MoesaicError(f"expand.{index}: {as_keys(str(error))}") from error
         plans.append(plan)
     return plans
 
@@ -73,6 +69,11 @@ def grown_plans(
 def resolve_transition(transition: Transition, recipe: TrainRecipe, checkpoint: Checkpoint) -> ExpandPlan:
     """The plan of one expansion of `checkpoint`."""
     return resolve(transition.as_recipe(str(checkpoint.path), recipe.seed), opener=lambda _: checkpoint)
+
+
+def as_keys(message: str) -> str:
+    """Flags of `moesaic expand` in a message as keys of the recipe."""
+    return re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda match: match[1].replace("-", "_"), message)
 
 
 def grown(plan: ExpandPlan) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:

@@ -95,7 +95,7 @@ def test_a_recipe_in_place_of_keywords():
         ({"keep": 0}, "cut(): keep: must be at least 1, got 0"),
         ({"order": "dwn"}, "cut(): order: 'dwn' is not allowed: one of 'up', 'down'"),
         ({"names": ["x"]}, "cut(): names: expected names, got ['x']"),
-        ({"workers": 0}, "workers: must be a whole number of at least 1, got 0"),
+        ({"workers": 0}, "--workers: must be a whole number of at least 1, got 0"),
     ],
 )
 def test_mistakes_name_function_and_key(keywords, message):

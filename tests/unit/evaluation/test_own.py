@@ -195,7 +195,7 @@ def test_suites_and_calls_name_task_files(tmp_path: Path):
     assert [(task.name, task.shots) for task in suite.tasks] == [("mine", 0), ("piqa", 3)]
     recipe = EvalRecipe(checkpoint="c", task=(str(file), "piqa"), shots=0)
     assert [task.name for task in chosen_suite(recipe).tasks] == ["mine", "piqa"]
-    with pytest.raises(MoesaicError, match="task piqa: cannot be given together with suite"):
+    with pytest.raises(MoesaicError, match="--task piqa: cannot be given together with --suite"):
         EvalRecipe(checkpoint="c", task=("piqa",), suite="gsm8k")
     with pytest.raises(MoesaicError, match="'pika' is unknown; did you mean 'piqa'"):
         SuiteTask(task="pika")

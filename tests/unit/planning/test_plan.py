@@ -113,7 +113,7 @@ def test_layers_and_shared_experts_of_a_recipe_count(tmp_path):
 def test_refusals_are_one_line(tmp_path):
     save(tmp_path / "base")
     recipe = UpcycleRecipe(base=str(tmp_path / "base"), method="virtual_group", shards=5)
-    with pytest.raises(MoesaicError, match="shards 5: does not divide"):
+    with pytest.raises(MoesaicError, match="--shards 5: does not divide"):
         plan(recipe)
     gone = UpcycleRecipe(
         base=str(tmp_path / "base"),

@@ -10,7 +10,7 @@ from moesaic.common.yaml_text import parse_yaml
 from moesaic.expansion.build import build
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.expansion.resolve import resolve
-from moesaic.training.growth_plan import grown
+from moesaic.training.growth_plan import as_keys, grown
 from moesaic.training.recipe import TrainRecipe
 from moesaic.training.schedule import Transition, positions
 from tests.tiny_moes import save_tiny_moe
@@ -76,6 +76,13 @@ def test_what_is_refused_when_a_recipe_is_read(expand, message):
     with pytest.raises(MoesaicError, match=message) as error:
         recipe(expand)
     assert "\n" not in str(error.value)
+
+
+def test_flags_in_messages_become_keys():
+    assert (
+        as_keys("--experts 33 needs more than --cap 3; --top-k-x no-op")
+        == "experts 33 needs more than cap 3; top_k_x no-op"
+    )
 
 
 @pytest.mark.parametrize("fused", [False, True])
