@@ -211,6 +211,16 @@ def test_a_selection_that_cannot_say_its_rows_is_named(
     assert "old.json: does not say which rows it was made on" in said("old.json")
 
 
+def test_task_files_of_one_name_are_two_domains(routed: Path, evals: Path, tmp_path: Path):
+    for folder, question in (("one", "a b"), ("two", "c d e f")):
+        (tmp_path / folder).mkdir()
+        write_rows(tmp_path / folder / "rows.jsonl", [{"question": question, "answer": "a"}])
+        (tmp_path / folder / "mine.yaml").write_text("kind: generation\ndata: rows.jsonl\n")
+    files = [str(tmp_path / folder / "mine.yaml") for folder in ("one", "two")]
+    made = select(routed, tmp_path / "s.json", keep=4, task=tuple(files))
+    assert set(made.details["domains"]) == {f"mine ({file})" for file in files}
+
+
 def test_data_sets_are_domains_of_the_same_weight(routed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for folder, texts in (("one", ["abc abd " * 20] * 40), ("two", ["dcb"])):
         (tmp_path / folder).mkdir()

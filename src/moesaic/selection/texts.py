@@ -9,7 +9,7 @@ from typing import Any
 from moesaic.common import seeds
 from moesaic.common.errors import MoesaicError
 from moesaic.data.calibration import Calibration, domain_of, draw, in_split
-from moesaic.evaluation.own import task_name
+from moesaic.evaluation.own import SUFFIXES, task_name
 from moesaic.selection.recipe import SelectRecipe
 
 LITTLE = 0.01
@@ -22,7 +22,7 @@ class CalibrationSet:
 
     domain: str
     path: str | None
-    """Where the data lies, which tells domains of one name apart; None where the domain was named."""
+    """Where the data or the task file lies, which tells domains of one name apart; None where the domain was named."""
     texts: list[str]
     rows: list[str]
     """Digests of the rows that must not be evaluated on."""
@@ -82,7 +82,9 @@ def _of_task(task: str, recipe: SelectRecipe) -> CalibrationSet:
         raise MoesaicError(f"--task {task}: no row is in the share of --split {recipe.split:g}")
     return CalibrationSet(
         domain=recipe.domain or task_name(task),
-        path=None,
+        path=str(Path(task).expanduser().resolve())
+        if recipe.domain is None and Path(task).suffix in SUFFIXES
+        else None,
         texts=[one.text for _, one in placed],
         rows=[one.digest for one in asked] if recipe.split is not None else [one.digest for _, one in placed],
     )
