@@ -18,7 +18,8 @@ FOLDER = Path(__file__).parent
 MOST_BYTES = 200_000
 """Of a notebook with its outputs."""
 
-_BARS = "IProgress not found"  # what tqdm says where Jupyter's widgets are not installed
+_BARS = ("IProgress not found", "Loading weights")
+"""What is left out: the bar of transformers' own `from_pretrained`, and what tqdm says where Jupyter has no widgets."""
 
 
 def code_hash(notebook: Any) -> str:
@@ -40,7 +41,7 @@ def execute(file: Path) -> None:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of this run
         if cell.cell_type == "code":
-            cell.outputs = [one for one in cell.outputs if _BARS not in one.get("text", "")]
+            cell.outputs = [one for one in cell.outputs if not any(bar in one.get("text", "") for bar in _BARS)]
             if said := [one.text for one in cell.outputs if one.get("name") == "stderr"]:
                 raise SystemExit(f"{file}: a cell prints to stderr: {said[0]}")
     notebook.metadata = {

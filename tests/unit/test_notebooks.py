@@ -54,7 +54,7 @@ def test_calls_fit_the_package(notebook):
         for node in ast.walk(ast.parse(cell.source)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("moesaic."):
                 name = node.func.attr  # pyright: ignore[reportAttributeAccessIssue]
-                keywords = {one.arg: None for one in node.keywords}
+                keywords = {str(one.arg): None for one in node.keywords}
                 inspect.signature(getattr(moesaic, name)).bind(*node.args, **keywords)
                 called.add(name)
     assert len(called) >= 4
