@@ -16,7 +16,7 @@ from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import no_library_bars, warn
 from moesaic.common.recipe import load_document
-from moesaic.families.config_values import check_fits, refuse_giant
+from moesaic.families.config_values import TOKEN_KINDS, check_fits, check_values, refuse_giant
 from moesaic.families.counting import predicts
 from moesaic.families.moe import prediction_notices
 from moesaic.families.moe_table import way_out
@@ -191,7 +191,7 @@ def load_generation_config(folder: Path) -> Any:
     file = folder / "generation_config.json"
     if not file.exists():
         return None
-    load_json(file)
+    check_values(load_json(file), str(file), kinds=TOKEN_KINDS)
     with explained_errors(f"{file}: {_NOT_TAKEN}"):
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
 

@@ -57,6 +57,7 @@ def folder(tmp_path_factory) -> Path:
         write_rows(root / "corpus" / f"{domain}.valid.jsonl", rows)
     (mmlu,) = (root / "evals").glob("mmlu.test*.jsonl")
     shutil.copy(root / "math.jsonl", root / "texts.jsonl")
+    shutil.copy(root / "moe" / "config.json", root)
     (root / "notes.txt").write_text("some notes " * 40)
     subjects = ("college_computer_science", "electrical_engineering", "high_school_geography", "abstract_algebra")
     write_rows(

@@ -205,6 +205,14 @@ def test_arguments_out_of_range(keywords, message):
     assert refusal(generate, "nowhere", "hi", **keywords) == message
 
 
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("ids", [[None], [], "2", 1.5, [[2]], {"a": 1}, True])
+def test_token_ids_of_the_generation_config_are_numbers(checkpoint, key, ids):
+    (checkpoint / "generation_config.json").write_text(json.dumps({key: ids}))
+    expected = rf"generation_config.json: {key} is .*, but must be a token id or a list of token ids"
+    assert re.search(expected, refusal(generate, checkpoint, "hi"))
+
+
 def test_empty_prompt(checkpoint):
     assert refusal(generate, checkpoint, "").startswith("PROMPT: is empty, and this tokenizer has no start token")
 

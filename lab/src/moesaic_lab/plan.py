@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from moesaic.checkpoint.headers import load_json
 from moesaic.checkpoint.pio import explained, write_file
 from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import load_document
 
 PLAN_FILE = "plan.json"
 COMMANDS_FILE = "commands.sh"
@@ -32,9 +33,9 @@ class Step:
     """Arguments of `moesaic`."""
     needs: tuple[str, ...] = ()
     """Steps that come before."""
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
     """Recipes that the commands read: path below the experiment's folder -> text."""
-    runs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Training runs: folder -> the labels of its numbers (seed, model, ...)."""
     tokens: int = 0
     """That its training runs see."""
@@ -49,7 +50,7 @@ class Plan:
     """Folder of --data; None is the generated domains."""
     domains: tuple[str, ...]
     seeds: int
-    scale: Mapping[str, Any]
+    scale: dict[str, Any]
     """Plain values of the scale's parts that the experiment uses."""
     steps: tuple[Step, ...]
     notices: tuple[str, ...] = ()
@@ -100,19 +101,7 @@ def read_plan(out: Path) -> Plan:
     values = load_json(out / PLAN_FILE)
     if values.pop("format", None) != FORMAT:
         raise MoesaicError(f"{out / PLAN_FILE}: not the plan of an experiment of this version")
-    steps = tuple(
-        Step(
-            name=step["name"],
-            commands=tuple(map(tuple, step["commands"])),
-            needs=tuple(step["needs"]),
-            files=step["files"],
-            runs=step["runs"],
-            tokens=step["tokens"],
-        )
-        for step in values.pop("steps")
-    )
-    domains, notices = (tuple(values.pop(name, ())) for name in ("domains", "notices"))
-    return Plan(**values, domains=domains, notices=notices, steps=steps)
+    return load_document(Plan, values, str(out / PLAN_FILE), way_out="run `moesaic lab run` in another folder")
 
 
 def check_folder(plan: Plan, out: Path) -> None:

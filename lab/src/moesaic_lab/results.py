@@ -11,9 +11,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeVar
 
+from moesaic.checkpoint.metrics import METRICS_FILE, Step, Validation, read_metrics
 from moesaic.checkpoint.pio import write_file
+from moesaic.common.errors import MoesaicError
 from moesaic.common.intervals import Interval, mean_interval
-from moesaic.training.metrics import METRICS_FILE
+from moesaic.common.recipe import Count, Measured, load_document
+from moesaic.data.files import read_records, rows_file
 from moesaic_lab.plan import ROWS, Plan
 
 Row = Mapping[str, Any]
@@ -29,9 +32,28 @@ def write_rows(file: Path, rows: Iterable[Row]) -> None:
     write_file(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
+def read_lines(file: Path, kind: type = object) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, each with the keys of the dataclass `kind` and others.
+
+    Raises: `MoesaicError` with file, line and key for another.
+    """
+    if file.stat().st_size == 0:
+        return []
+    lines = []
+    for where, fields in read_records(rows_file(file), None, lambda _bytes: None):
+        if kind is not object:
+            load_document(kind, fields, where, others=True, way_out="`moesaic lab` does not write this")
+        lines.append(fields)
+    return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """What every row has beside its labels."""
+
+    measure: str
+    value: Measured
+    seed: Count
 
 
 def all_rows(plan: Plan, out: Path) -> list[Row]:
@@ -42,26 +64,28 @@ def all_rows(plan: Plan, out: Path) -> list[Row]:
             for folder, labels in step.runs.items():
                 rows += ({**labels, **row} for row in _run_rows(out / folder))
     for file in sorted((out / ROWS).glob("*.jsonl")):
-        rows += read_lines(file)
+        rows += read_lines(file, _Row)
     return rows
 
 
 def _run_rows(folder: Path) -> Iterator[Row]:
     """What metrics.jsonl of one run says: held-out losses first and last, spikes, use of experts, speed."""
-    lines = read_lines(folder / METRICS_FILE)
-    validations = [line for line in lines if line["kind"] == "validation"]
-    steps = [line for line in lines if line["kind"] == "step"]
+    lines = list(read_metrics(folder / METRICS_FILE))
+    validations = [line for line in lines if isinstance(line, Validation)]
+    steps = [line for line in lines if isinstance(line, Step)]
+    if not validations or not steps:
+        raise MoesaicError(f"{folder / METRICS_FILE}: has no step and validation, but the run is marked as done")
     for measure, line in (("first_loss", validations[0]), ("loss", validations[-1])):
-        for domain, measured in line["validation"].items():
-            yield {"measure": measure, "domain": domain, "value": measured["loss"]}
-    norms = [line["grad_norm"] for line in steps[len(steps) // _FIRST :]]
+        for domain, measured in line.validation.items():
+            yield {"measure": measure, "domain": domain, "value": measured.loss}
+    norms = [line.grad_norm for line in steps[len(steps) // _FIRST :]]
     yield {"measure": "spikes", "value": sum(norm > _SPIKE * median(norms) for norm in norms)}
     yield {"measure": "largest_gradient", "value": max(norms) / median(norms)}
-    yield {"measure": "tokens", "value": steps[-1]["tokens"]}
-    yield {"measure": "seconds", "value": sum(line["timing"]["seconds"] for line in steps)}
+    yield {"measure": "tokens", "value": steps[-1].tokens}
+    yield {"measure": "seconds", "value": sum(line.timing.seconds for line in steps)}
     for name in ("load_entropy", "largest_share", "dead_experts"):
-        if name in steps[-1]:
-            yield {"measure": name, "value": steps[-1][name]}
+        if (value := getattr(steps[-1], name)) is not None:
+            yield {"measure": name, "value": value}
 
 
 def curves(plan: Plan, out: Path) -> Iterator[tuple[Row, list[tuple[int, float]]]]:
@@ -72,9 +96,9 @@ def curves(plan: Plan, out: Path) -> Iterator[tuple[Row, list[tuple[int, float]]
     for step in plan.steps:
         for folder, labels in step.runs.items():
             if (out / folder / METRICS_FILE).is_file():
-                measured = [line for line in read_lines(out / folder / METRICS_FILE) if line["kind"] == "validation"]
-                means = [fmean(one["loss"] for one in line["validation"].values()) for line in measured]
-                tokens = [labels["tokens_before"] + line["tokens"] for line in measured]
+                measured = [line for line in read_metrics(out / folder / METRICS_FILE) if isinstance(line, Validation)]
+                means = [fmean(one.loss for one in line.validation.values()) for line in measured]
+                tokens = [labels["tokens_before"] + line.tokens for line in measured]
                 yield labels, list(zip(tokens, means, strict=True))
 
 

@@ -14,15 +14,26 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moesaic.checkpoint.headers import load_json
 from moesaic.common.errors import MoesaicError
+from moesaic.common.recipe import Count, load_document
 
 CACHE_FORMAT = 1
 FILES = ("tokens.bin", "offsets.bin", "masked_from.bin", "masked_to.bin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Meta:
+    """What meta.json says of the files; more is in it for people."""
+
+    dtype: Literal["uint16", "uint32"]
+    sizes: dict[str, Count]
+    largest: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +102,15 @@ def cache_root(folder: Path | str | None = None) -> Path:
 
 def open_cache(folder: Path) -> TokenCache:
     """Map the files of a cache. A file that is missing or has another size than was written is refused."""
+    file = folder / "meta.json"
+    meta = load_document(_Meta, load_json(file), str(file), others=True, way_out="delete the folder")
     try:
-        meta = json.loads((folder / "meta.json").read_text())
         sizes = {name: (folder / name).stat().st_size for name in FILES}
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise MoesaicError(f"{folder}: not a complete token cache ({error}); delete the folder") from error
-    if sizes != meta["sizes"]:
+    if sizes != meta.sizes:
         raise MoesaicError(f"{folder}: the token cache was changed after it was written; delete the folder")
-    types = (meta["dtype"], "int64", "int64", "int64")
+    types = (meta.dtype, "int64", "int64", "int64")
     tokens, offsets, masked_from, masked_to = (
         _map(folder / name, kind) for name, kind in zip(FILES, types, strict=True)
     )
@@ -108,7 +120,7 @@ def open_cache(folder: Path) -> TokenCache:
         offsets=offsets,
         masked_from=masked_from,
         masked_to=masked_to,
-        largest_written=meta.get("largest"),
+        largest_written=meta.largest,
     )
 
 

@@ -41,7 +41,7 @@ MOST_BYTES = 1 << 26
 """Of one document: ten times the longest book. What is longer lacks its line ends, or is no text."""
 PACKED_BYTES = 1 << 8
 """Of a compressed file, unpacked at once: zstd makes at most 128 KiB of four bytes."""
-PARQUET_ROWS = 256
+PARQUET_ROWS, PARQUET_BYTES = 256, 1 << 28
 """At once, because a row may hold a whole book."""
 
 _REFERENCE = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[^:@]+))?(:(?P<first>[^:]+))?(:(?P<second>[^:]+))?")
@@ -213,7 +213,7 @@ def _whole(file: DataFile, tick: Tick) -> bytes:
     parts, size = [], 0
     for chunk in _chunks(file.path, tick):
         parts.append(chunk)
-        size = _add(size, chunk, str(file.path))
+        size = _bounded(size + len(chunk), str(file.path))
     return b"".join(parts).removeprefix(_BYTE_ORDER_MARK)
 
 
@@ -234,15 +234,29 @@ def _read_parquet(file: DataFile, fields: Fields, tick: Tick) -> Iterator[Record
             for name in fields or ():
                 if name not in names:
                     raise missing_field(str(file.path), name, names)
-            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=fields and list(fields)):
+            rows = _rows_at_once(table.metadata, str(file.path))
+            for batch in table.iter_batches(batch_size=rows, columns=fields and list(fields)):
                 tick(file.size * batch.num_rows / table.metadata.num_rows)
                 for values in batch.to_pylist():
                     row += 1
-                    yield Record(f"{file.path}: row {row}", values)
+                    where = f"{file.path}: row {row}"
+                    _bounded(sum(len(one) for one in values.values() if isinstance(one, str)), where)
+                    yield Record(where, values)
     except UnicodeDecodeError as error:
         raise MoesaicError(f"{file.path}: near row {row + 1}: not UTF-8 ({error.reason}); re-encode it") from error
     except pyarrow.ArrowException as error:
         raise MoesaicError(f"{file.path}: damaged or not parquet ({str(error).splitlines()[0]})") from error
+
+
+def _rows_at_once(metadata: Any, where: str) -> int:
+    """How many rows are unpacked at once: a text that many rows share is stored once, and each of them gets a copy."""
+    largest = 1
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for column in map(group.column, range(group.num_columns)):
+            largest = max(largest, column.total_uncompressed_size)  # no text in it is longer
+            _bounded(column.total_uncompressed_size // max(group.num_rows, 1), where)
+    return min(max(PARQUET_BYTES // largest, 1), PARQUET_ROWS)
 
 
 _READERS: dict[str, Callable[[DataFile, Fields, Tick], Iterator[Record]]] = {
@@ -273,7 +287,7 @@ def _lines(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
     for chunk in chunks:
         first, *others = chunk.split(b"\n")
         parts.append(first)
-        size = _add(size, first, f"{path}:{number}")
+        size = _bounded(size + len(first), f"{path}:{number}")
         if others:
             yield b"".join(parts)
             yield from others[:-1]
@@ -282,12 +296,12 @@ def _lines(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
         yield b"".join(parts)
 
 
-def _add(size: int, chunk: bytes, where: str) -> int:
-    """The bytes of a document with a further piece of it."""
-    if size + len(chunk) > MOST_BYTES:
+def _bounded(size: int, where: str) -> int:
+    """The bytes of a document, or of what there is of it so far, that are not too many."""
+    if size > MOST_BYTES:
         most = MOST_BYTES >> 20
         raise MoesaicError(f"{where}: the document has more than {most} MiB; cut it, one document per line")
-    return size + len(chunk)
+    return size
 
 
 def _chunks(path: Path, tick: Tick) -> Iterator[bytes]:

@@ -75,6 +75,9 @@ _TOKENS = _or_null(
     )
 )
 
+TOKEN_KINDS: Mapping[str, _Kind] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKENS)
+"""Special tokens, in config.json and in generation_config.json."""
+
 DEPTH_KINDS: Mapping[str, _Kind] = {
     "num_hidden_layers": _SIZE,
     "layer_types": _NAMES,
@@ -88,6 +91,7 @@ DEPTH_KINDS: Mapping[str, _Kind] = {
 
 MOE_KINDS: Mapping[str, _Kind] = {
     **DEPTH_KINDS,
+    **TOKEN_KINDS,
     **dict.fromkeys(("hidden_size", "vocab_size", "num_attention_heads"), _SIZE),
     **dict.fromkeys(("num_key_value_heads", "head_dim", "n_group", "topk_group"), _or_null(_COUNT)),
     **dict.fromkeys(_ROPE_KEYS, _or_null(_Kind("keys and values", lambda value: isinstance(value, Mapping)))),
@@ -109,11 +113,11 @@ _BY_KIND = (
     (_FLAG, "use_sliding_window use_cache"),
     (_or_null(_FLAG), "use_bidirectional_attention tie_word_embeddings"),
     (_THETA, "rope_theta"),
-    (_TOKENS, "bos_token_id eos_token_id pad_token_id"),
 )
 
 _KINDS: Mapping[str, _Kind] = {
     **DEPTH_KINDS,
+    **TOKEN_KINDS,
     **{key: kind for kind, keys in _BY_KIND for key in keys.split()},
     "layer_types": _or_null(_Kind(f"a list of {', '.join(_ATTENTION)}", _list_of(lambda item: item in _ATTENTION))),
 }

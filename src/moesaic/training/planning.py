@@ -13,8 +13,17 @@ from typing import Any
 
 from moesaic.checkpoint.source import open_headers
 from moesaic.common.shown import Shown
+from moesaic.families.config_values import require
 from moesaic.families.costs import attention_layers, flops_per_token, language_config, number, size
-from moesaic.families.counting import ParameterCount, Shapes, config_shapes, count_shapes, is_routed, layer_of
+from moesaic.families.counting import (
+    ParameterCount,
+    Shapes,
+    config_shapes,
+    count_shapes,
+    is_embedding,
+    is_routed,
+    layer_of,
+)
 from moesaic.families.dense_table import FAMILIES
 from moesaic.families.family import our_base
 from moesaic.training.fit import refuse_misfit
@@ -159,6 +168,7 @@ def plan_train(recipe: TrainRecipe, *, subject: str = "recipe") -> TrainPlan:
     Raises: `MoesaicError` where the model can't be found, its config makes none, or the recipe doesn't fit it.
     """
     shapes, config = _model(recipe)
+    config = _with_sizes(shapes, config, subject)
     refuse_misfit(recipe, config)
     growth = plan_growth(recipe, shapes, config)
     if growth is not None:
@@ -197,6 +207,17 @@ def _model(recipe: TrainRecipe) -> tuple[Shapes, Mapping[str, Any]]:
         return _scratch_shapes(recipe.model)
     checkpoint = open_headers(recipe.model)
     return {name: info.shape for name, info in checkpoint.tensors.items()}, language_config(checkpoint)
+
+
+def _with_sizes(shapes: Shapes, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The config with the sizes that are left to the class's defaults in it, as the tensors have them."""
+    for tensor, shape in shapes.items():
+        if is_embedding(tensor) and len(shape) == 2:
+            depth = 1 + max((layer for one in shapes if (layer := layer_of(one)) is not None), default=0)
+            config = {"vocab_size": shape[0], "hidden_size": shape[1], "num_hidden_layers": depth, **config}
+            break
+    require(config, ("vocab_size", "hidden_size", "num_hidden_layers"), name)
+    return config
 
 
 def _scratch_shapes(scratch: ScratchModel) -> tuple[Shapes, Mapping[str, Any]]:

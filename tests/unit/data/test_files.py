@@ -125,6 +125,27 @@ def test_parquet_mistakes(tmp_path):
         read(file, fields=("body",))
 
 
+@pytest.mark.parametrize("rows", [["x" * 3000], ["a"] * 40 + ["x" * 3000]], ids=["all of it", "one among many"])
+def test_rows_of_parquet_are_bounded(tmp_path, monkeypatch, rows):
+    monkeypatch.setattr("moesaic.data.files.MOST_BYTES", 2 << 10)
+    file = tmp_path / "a.parquet"
+    write_parquet(file, pa.table({"text": rows}))
+    with pytest.raises(MoesaicError, match=r"a.parquet(: row 41)?: the document has more than"):
+        read(file)
+
+
+def test_a_text_that_many_rows_of_parquet_share_is_not_unpacked_for_all_at_once(tmp_path, monkeypatch):
+    file = tmp_path / "a.parquet"
+    write_parquet(file, pa.table({"text": ["y" * 2000] * 90}))
+    sizes = []
+    iterate = pyarrow.parquet.ParquetFile.iter_batches
+    counted = lambda table, **how: (sizes.append(batch.num_rows) or batch for batch in iterate(table, **how))  # noqa: E731
+    monkeypatch.setattr("pyarrow.parquet.ParquetFile.iter_batches", counted)
+    monkeypatch.setattr("moesaic.data.files.PARQUET_BYTES", 20 << 10)
+    assert len(read(file)) == 90
+    assert max(sizes) * 2000 < 20 << 10
+
+
 def test_parquet_with_bytes_that_are_not_utf8(tmp_path):
     file = tmp_path / "a.parquet"
     valid = pa.array([b"ok", b"\xff\xfe"], type=pa.binary())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from moesaic.common.errors import MoesaicError
 from moesaic.common.intervals import Interval
 from moesaic_lab.claims import (
     NotMeasuredError,
@@ -16,7 +17,7 @@ from moesaic_lab.claims import (
     verdict,
 )
 from moesaic_lab.experiments import EXPERIMENTS
-from moesaic_lab.plan import Plan, Step
+from moesaic_lab.plan import Plan, Step, read_plan, write_plan
 from moesaic_lab.results import all_rows, show
 
 CLAIMS = {name: experiment.claims for name, experiment in EXPERIMENTS.items()}
@@ -210,9 +211,12 @@ def test_concentration_counts_above_chance():
 
 def test_gradients_of_the_first_steps_are_no_spikes(tmp_path):
     norms = [90.0, 50.0, *[1.0] * 16, 2.0, 6.0]
-    common = {"kind": "step", "loss": 3.0, "tokens": 5, "timing": {"seconds": 1.0}}
+    place = {"step": 1, "tokens": 5}
+    common = {"kind": "step", "loss": 3.0, "lr": 0.1, "domain_loss": {}, **place}
+    common["timing"] = {"seconds": 1.0, "tokens_per_second": 5.0}
     lines = [{**common, "grad_norm": norm} for norm in norms]
-    lines.append({"kind": "validation", "validation": {"a": {"loss": 3.0}}})
+    held_out = {"loss": 3.0, "standard_error": 0.1, "documents": 1, "tokens": 5}
+    lines.append({"kind": "validation", "validation": {"a": held_out}, **place})
     (tmp_path / "runs" / "r").mkdir(parents=True)
     (tmp_path / "runs" / "r" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "steps").mkdir()
@@ -221,6 +225,38 @@ def test_gradients_of_the_first_steps_are_no_spikes(tmp_path):
     plan = Plan(experiment="emo", data=None, domains=("a",), seeds=1, scale={}, steps=(step,))
     values = {row["measure"]: row["value"] for row in all_rows(plan, tmp_path)}
     assert (values["spikes"], values["largest_gradient"]) == (1, 6.0)
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "message"),
+    [
+        ("rows/a.jsonl", '{"measure": "loss", "value": "low", "seed": 0}', r"a\.jsonl:1: value: expected a number"),
+        ("rows/a.jsonl", '{"measure": "loss", "value": 1.0}', r"a\.jsonl:1: seed: this key is required"),
+        ("rows/a.jsonl", "[1]", r"a\.jsonl:1: expected a JSON object"),
+        ("runs/r/metrics.jsonl", '{"kind": "step", "step": 1}', r"metrics\.jsonl:1: tokens: this key is required"),
+        ("runs/r/metrics.jsonl", "", r"metrics\.jsonl: has no step and validation"),
+    ],
+)
+def test_numbers_that_were_edited_are_refused(tmp_path, file, line, message):
+    step = Step(name="s", commands=(), runs={"runs/r": {"model": "emo", "seed": 0}} if "runs" in file else {})
+    plan = Plan(experiment="emo", data=None, domains=("a",), seeds=1, scale={}, steps=(step,))
+    for folder in ("runs/r", "rows", "steps"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "steps" / "s.done").touch()
+    (tmp_path / file).write_text(line and f"{line}\n")
+    with pytest.raises(MoesaicError, match=message):
+        all_rows(plan, tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"seeds": "3"}, {"steps": [{"name": 1}]}, {"domains": None}, {"other": 1}])
+def test_a_plan_that_was_edited_is_refused(tmp_path, change):
+    plan = Plan(experiment="emo", data=None, domains=("a",), seeds=1, scale={}, steps=())
+    write_plan(plan, tmp_path / "out")
+    assert read_plan(tmp_path / "out") == plan
+    file = tmp_path / "out" / "plan.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(MoesaicError, match=rf"plan\.json: {next(iter(change))}"):
+        read_plan(tmp_path / "out")
 
 
 def test_a_collapse_is_a_place_between_coarse_and_scratch():

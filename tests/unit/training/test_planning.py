@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import moesaic
 from moesaic.cli.app import run
 from moesaic.training.planning import TrainPlan
+from tests.tiny_models import save_tiny
 from tests.tiny_moes import EXPERTS, MOE_FAMILIES, TOP_K, tiny_moe
 from tests.tiny_training import tiny_recipe
 
@@ -84,3 +85,35 @@ def test_a_dry_run_wants_the_local_files_of_sources_and_validation(tmp_path, cap
         assert f"{key}: nosuch.jsonl: no such file or folder" in capsys.readouterr().err
     assert run([*command, "--set", "data.sources.0.path=hf://org/name"]) == 0
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_hidden_layers"])
+@pytest.mark.parametrize("moe", [None, {"experts": 4, "top_k": 2, "intermediate_size": 24}])
+def test_sizes_that_are_left_to_the_class_are_planned_with_its_own(tmp_path, key, moe):
+    own = {
+        "hidden_size": 32,
+        "vocab_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
+    usual = {"hidden_size": 4096, "vocab_size": 32000, "num_hidden_layers": 32}[key]
+    left_out = {name: value for name, value in own.items() if name != key}
+    if moe is not None and key == "num_hidden_layers":
+        with pytest.raises(moesaic.MoesaicError, match="num_hidden_layers is missing"):
+            moesaic.plan(tiny_recipe(tmp_path, model={"family": "llama", "config": left_out, "moe": moe}, losses={}))
+        return
+    plans = [
+        moesaic.plan(tiny_recipe(tmp_path / name, model={"family": "llama", "config": config, "moe": moe}, losses={}))
+        for name, config in {"left_out": left_out, "said": {**own, key: usual}}.items()
+    ]
+    assert plans[0].to_dict() == plans[1].to_dict()
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "vocab_size"])
+def test_sizes_that_a_checkpoints_config_leaves_out_are_those_of_its_tensors(tmp_path, key):
+    save_tiny(tmp_path / "model", "llama")
+    whole = moesaic.plan(tiny_recipe(tmp_path / "whole", model=str(tmp_path / "model"), losses={}))
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({name: value for name, value in json.loads(file.read_text()).items() if name != key}))
+    assert moesaic.plan(tiny_recipe(tmp_path / "less", model=str(tmp_path / "model"), losses={})).memory == whole.memory
