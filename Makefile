@@ -1,6 +1,6 @@
 # setup: .venv with moesaic and its lab      demo: a small real model, dense to MoE, in a few minutes
 # test: lint, then every test                 lint: ruff, pyright, import-linter, site        bench: speed and memory
-# site: the documentation as pages, in build/site                      notebooks: run them and keep their outputs
+# site: the documentation as pages, in build/site
 # browser: Chromium for tests/browser, if there is none
 # fuzz: edits of every document that the tool reads, for MINUTES=60; prints what came of them
 # interop: parity with llama.cpp, vLLM and mergekit-moe, transformers' own model tests, in environments of their own below .interop (half an hour the first time)
@@ -17,7 +17,7 @@ TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
 MINUTES ?= 60
 
-.PHONY: setup demo test lint site notebooks bench browser fuzz interop
+.PHONY: setup demo test lint site bench browser fuzz interop
 
 setup: $(READY)
 
@@ -52,9 +52,6 @@ browser: setup
 site: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo open $(CURDIR)/build/site/index.html
-
-notebooks: setup
-	$(TEST_ENVIRONMENT) $(BIN)/python notebooks/execute.py
 
 bench: setup
 	$(BIN)/python benchmarks/upcycle.py $(if $(MERGEKIT),--mergekit $(MERGEKIT))

@@ -14,7 +14,7 @@ from moesaic.evaluation import perplexity
 from moesaic.evaluation.evaluate import evaluate
 from moesaic.evaluation.recipe import Average, Suite, SuiteTask
 from moesaic.selection.select import select
-from tests.tiny_evals import save_tiny_dense, save_tiny_routed, write_evals, write_rows
+from tests.tiny_evals import choice_rows, save_tiny_dense, save_tiny_routed, write_evals, write_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what lm-eval and its packages warn of is theirs
 
