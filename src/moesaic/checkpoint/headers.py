@@ -17,7 +17,7 @@ from moesaic.common.files import load_json
 from moesaic.common.recipe import load_document
 
 if TYPE_CHECKING:
-    from moesaic.checkpoint.quantised import Codes
+    from moesaic.checkpoint.codes import Codes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
