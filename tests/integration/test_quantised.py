@@ -83,6 +83,22 @@ def test_fp8_equals_transformers(sources: dict[str, Path]) -> None:
     assert compared > 20
 
 
+def test_int4_equals_compressed_tensors(sources: dict[str, Path]) -> None:
+    """With compressed-tensors 0.20.1, which transformers uses; it is in none of our extras."""
+    forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    weights = SETTINGS["int4"]["config_groups"]["group_0"]["weights"]
+    given = forward.QuantizationArgs(**weights)
+    files, numbers = load_file(sources["int4"] / "model.safetensors"), read(sources["int4"])
+    names = [one.removesuffix("_packed") for one in files if one.endswith("_packed")]
+    assert len(names) > 20
+    for name in names:
+        shape = torch.Size(files[f"{name}_shape"].tolist())
+        integers = helpers.unpack_from_int32(files[f"{name}_packed"], 4, shape)
+        theirs = forward.dequantize(integers, files[f"{name}_scale"], args=given)
+        assert torch.equal(numbers[name], theirs.bfloat16()), name
+
+
 def test_fp8_scales_of_other_kinds(tmp_path: Path) -> None:
     codes = torch.randn(32, 48).mul(9).to(torch.float8_e4m3fn)
     for number, scales in enumerate(
