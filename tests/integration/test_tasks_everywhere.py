@@ -176,10 +176,9 @@ def test_a_dry_run_and_a_run_say_what_is_wrong_with_a_task(routed: Path, evals: 
         "no piqa.train.jsonl": {"task": "piqa", "data_dir": str(evals)},
         "has no training rows": {"task": str(evals / "alone.yaml")},
     }
+    recipe = {"model": str(routed), "optimizer": {"lr": 0.1}, "batch": {"tokens": 64}, "precision": "fp32"}
     for words, source in cases.items():
-        recipe = {"model": str(routed), "data": data | {"sources": [source]}, "optimizer": {"lr": 0.1}}
-        recipe |= {"batch": {"tokens": 64}, "precision": "fp32"}
-        (tmp_path / "r.yaml").write_text(json.dumps(recipe))
+        (tmp_path / "r.yaml").write_text(json.dumps(recipe | {"data": data | {"sources": [source]}}))
         for more in (["--dry-run"], []):
             assert cli(["train", str(tmp_path / "r.yaml"), str(tmp_path / "out"), *more]) == 2
             said = capsys.readouterr().err

@@ -201,7 +201,7 @@ def batches(sample: Sample, size: int) -> Iterator[tuple[list[int], Tensor]]:
     order = np.argsort(length_D, kind="stable").tolist()
     while order:
         # Ascending, so the longest of the first n is the last of them.
-        fits = [n * length_D[longest] <= size * USUAL_TOKENS for n, longest in enumerate(order[:size], start=1)]
+        fits = [n * int(length_D[one]) <= size * USUAL_TOKENS for n, one in enumerate(order[:size], start=1)]
         count = max(1, sum(fits))
         documents, order = order[:count], order[count:]
         ids_BS = torch.zeros(count, int(length_D[documents[-1]]), dtype=torch.int64)
