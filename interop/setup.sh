@@ -16,7 +16,7 @@ if [ ! -e "$ROOT/transformers" ]; then
         https://github.com/huggingface/transformers "$ROOT/transformers" || rm -rf "$ROOT/transformers"
 fi
 if [ ! -e "$ROOT/transformers-needs" ]; then
-    "$PYTHON" -m pip install --quiet --target "$ROOT/transformers-needs" parameterized timeout-decorator httpx
+    "$PYTHON" -m pip install --quiet --target "$ROOT/transformers-needs" parameterized==0.9.0 timeout-decorator==0.5.0 httpx==0.28.1
 fi
 
 if [ ! -e "$ROOT/mergekit/bin/mergekit-moe" ]; then

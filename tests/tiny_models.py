@@ -25,6 +25,20 @@ BASES = (
 )
 BASES_WITH_MLP_BIAS = ("llama", "granite", "smollm3")
 
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Of a config of any family."""
+
 VOCABULARY = 96
 HIDDEN = 32
 INTERMEDIATE = 48

@@ -1,9 +1,10 @@
 """Build, grow and take apart Mixture-of-Experts language models.
 
 The verbs of the command line are functions here: `upcycle`, `train`, `expand`, `select`, `extract`, `merge_back`,
-`evaluate` (the verb `eval`), `compare`, `inspect`, `report`, `verify`, `plan`, `generate`; `load` gives a model, and
-`restrict` lets it use some of its experts only; `RoutingCallback` is for transformers' Trainer. Importing this package
-imports neither torch nor transformers; they come with the first call that needs them.
+`evaluate` (the verb `eval`), `compare`, `inspect`, `report`, `verify`, `plan`, `generate`; `load` and
+`load_tokenizer` give a model and its tokenizer, `restrict` lets it use some of its experts only, `held_out_loss`
+measures it on packed documents; `RoutingCallback` is for transformers' Trainer. Importing this package imports neither
+torch nor transformers; they come with the first call that needs them. Further modules that are public: docs/code.md.
 """
 
 import importlib
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from moesaic.expansion.run import expand
     from moesaic.exporting.run import export
     from moesaic.generation import generate
-    from moesaic.loading import load
+    from moesaic.loading import load, load_tokenizer
     from moesaic.planning.run import plan
     from moesaic.reporting.report import report
     from moesaic.routing.restrict import restrict
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from moesaic.selection.select import select
     from moesaic.trainer import RoutingCallback
     from moesaic.training.run import train
+    from moesaic.training.step import held_out_loss
     from moesaic.upcycling.run import upcycle
     from moesaic.verifying.run import verify
 
@@ -41,8 +43,10 @@ __all__ = [
     "export",
     "extract",
     "generate",
+    "held_out_loss",
     "inspect",
     "load",
+    "load_tokenizer",
     "merge_back",
     "plan",
     "report",
@@ -65,8 +69,10 @@ _FUNCTIONS = {
     "export": "moesaic.exporting.run",
     "extract": "moesaic.selection.extract",
     "generate": "moesaic.generation",
+    "held_out_loss": "moesaic.training.step",
     "inspect": "moesaic.analysis.inspect",
     "load": "moesaic.loading",
+    "load_tokenizer": "moesaic.loading",
     "merge_back": "moesaic.selection.merge",
     "plan": "moesaic.planning.run",
     "report": "moesaic.reporting.report",

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from moesaic.checkpoint.headers import VOCABULARY_FILES, load_json
+from moesaic.checkpoint.headers import VOCABULARY_FILES
 from moesaic.checkpoint.lazy import stored
 from moesaic.checkpoint.quantised import KEYS
 from moesaic.checkpoint.record import read_provenance, side_files
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
-from moesaic.common.progress import warn
+from moesaic.common.files import load_json
+from moesaic.common.progress import no_library_bars, warn
 from moesaic.common.recipe import load_document
 from moesaic.families.config_values import TOKEN_KINDS, check_fits, check_values, refuse_giant
 from moesaic.families.counting import predicts
@@ -67,7 +68,7 @@ def load(
     load_generation_config(checkpoint.path)
     for line in checkpoint.dequantised:
         warn(line)
-    with explained_errors(f"{checkpoint.path / 'config.json'}: {_NOT_TAKEN}"):
+    with explained_errors(f"{checkpoint.path / 'config.json'}: {_NOT_TAKEN}"), no_library_bars():
         source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.path, "trust_remote_code": False}
         if checkpoint.stored is not None:
             made = {name: stored(info).read() for name, info in checkpoint.tensors.items()}

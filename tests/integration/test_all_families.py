@@ -10,20 +10,9 @@ import moesaic
 from moesaic.families.dense_table import FAMILIES
 from moesaic.modeling.names import STEMS
 from moesaic.verifying.run import verify
-from tests.tiny_models import BASES, randomize
+from tests.tiny_models import BASES, SIZES, randomize
 
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 96,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
+TINY = {**SIZES, "vocab_size": 96, "eos_token_id": None}
 
 
 def test_every_family_has_an_architecture():

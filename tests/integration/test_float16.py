@@ -148,3 +148,22 @@ def test_a_native_family_has_the_factor_in_down_and_that_is_said(dense, tmp_path
     made = plan.new_checkpoint("out").tensors["model.layers.1.block_sparse_moe.experts.4.w2.weight"].read()
     whole = load_file(dense / "model.safetensors")[DOWN].chunk(3, dim=1)[1]
     assert torch.equal(made, (whole * 3).to(getattr(torch, dtype or "float32")))
+
+
+def test_verify_runs_a_result_of_float16_in_float16_too(dense, tmp_path):
+    moe = make(dense, tmp_path / "moe", method="virtual_group", experts=8, shards=4, dtype="float16")
+    report = verify(str(dense), str(moe), quiet=True)
+    assert (report.dtype, report.ok) == ("float32", True)
+    assert f"{moe} in float16: all values are finite" in report.notes
+    with_factor_in_down(moe)
+    report = verify(str(dense), str(moe), quiet=True)
+    assert not report.ok
+    assert f"{moe} in float16: layer 1, mlp" in report.not_finite[0]
+    assert all(check.ok for check in report.checks)
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("float16", True), ("bfloat16", False), ("auto", False)])
+def test_upcycle_says_what_float16_can_still_do(dense, tmp_path, dtype, said):
+    recipe = UpcycleRecipe(base=str(dense), method="sparse", dtype=dtype)
+    notices = upcycle(recipe, tmp_path / "moe", dry_run=True).notices
+    assert any("above 65,504" in line for line in notices) == said

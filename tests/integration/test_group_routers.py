@@ -17,7 +17,7 @@ import moesaic
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
 from moesaic.families.moe import detect_moe
-from moesaic.families.support import tested
+from moesaic.families.support import find, tested
 from moesaic.routing.config import RuleConfig
 from moesaic.routing.install import install
 from tests.every_moe import EXPERTS, TOKENS, save
@@ -219,3 +219,24 @@ def test_rules_of_ours_are_refused_where_the_family_decides_itself(tmp_path):
             install(model, refused)
     with pytest.raises(MoesaicError, match=r"losses\.bias_balancing"):
         install(model, RuleConfig(), selection_bias=True)
+
+
+def test_the_balance_of_a_bias_that_the_block_hands_to_its_router(tmp_path):
+    source = save(tmp_path / "source", "lfm2_moe")
+    grow(source, tmp_path / "out", experts=2 * EXPERTS, delta=0)
+    recipe = tiny_recipe(
+        tmp_path / "in",
+        model=str(tmp_path / "out"),
+        tokenizer=None,
+        optimizer={"lr": 1e-2, "warmup_steps": 0},
+        budget={"steps": 1},
+    )
+    moesaic.train(recipe, tmp_path / "trained", quiet=True)
+    assert 0 < distance(tmp_path / "trained", tmp_path / "out", torch.float32) < 10
+
+
+def test_moesaic_family_is_looked_up_as_its_family():
+    assert find("moesaic_olmoe").model_type == "olmoe"
+    assert find("moesaic_llama").model_type == find("moesaic_*").model_type == "moesaic_*"
+    with pytest.raises(MoesaicError, match="moesaic_olmo3x"):
+        find("moesaic_olmo3x")

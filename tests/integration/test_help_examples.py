@@ -62,7 +62,7 @@ def folder(tmp_path_factory) -> Path:
     subjects = ("college_computer_science", "electrical_engineering", "high_school_geography", "abstract_algebra")
     write_rows(
         root / "mmlu.jsonl",
-        [row for subject in subjects for row in choice_rows(20, seed=3, subject=subject)],
+        [row for subject in subjects for row in choice_rows(60, seed=3, subject=subject)],
     )
     write_rows(root / "rows.jsonl", choice_rows(4))
     (root / "mine.yaml").write_text("kind: choice\ndata: rows.jsonl\n")

@@ -3,10 +3,10 @@
 import pytest
 
 from moesaic.checkpoint.output import check_target
-from moesaic.checkpoint.pio import check_file
 from moesaic.cli import app as cli
 from moesaic.cli.verbs import COMMANDS
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import check_file
 from moesaic.common.place import check_place
 
 WRITERS = {

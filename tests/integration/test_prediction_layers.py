@@ -88,3 +88,18 @@ def test_training_leaves_them_out(full: Path, tmp_path: Path, monkeypatch: pytes
     recipe = tiny_recipe(tmp_path / "in", model=str(full), tokenizer=None, losses={}, budget={"steps": 2})
     moesaic.train(recipe, tmp_path / "run")
     assert (layers(tmp_path / "run"), predicted(tmp_path / "run")) == ([1], 0)
+
+
+def test_growing_into_groups_takes_them_along(full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    options = {"experts": 32, "utility": "uniform", "delta": 0, "routing": "one_per_copy_group"}
+    grown = moesaic.expand(full, tmp_path / "grown", quiet=False, **options)
+    assert f"{SAID}its experts grow as well" in capsys.readouterr().err
+    assert (grown.statement.code, predicted(tmp_path / "grown"), layers(tmp_path / "grown")) == ("E2", 1, layers(full))
+    report = moesaic.verify(full, tmp_path / "grown", quiet=True)
+    assert (report.code, report.ok) == ("E2", True)
+    everything = moesaic.select(tmp_path / "grown", keep="100%", method="random")
+    moesaic.extract(tmp_path / "grown", everything, tmp_path / "part")
+    moesaic.export(tmp_path / "grown", tmp_path / "back")
+    for folder in ("part", "back"):
+        there = layers(tmp_path / folder)
+        assert len(there) == len(layers(full)) - (1 - predicted(tmp_path / folder))

@@ -1,6 +1,7 @@
 """Quantised checkpoints: read as bf16, moved as bytes, refused where nobody knows how to read them."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from moesaic.common.errors import MoesaicError
 from moesaic.families.counting import count_shapes
 from tests.tiny_models import save_tiny
 from tests.tiny_quantised import FAMILIES, SETTINGS, naive, quantise, tiny_quantised
+from tests.tiny_training import save_tokenizer
 
 KINDS = tuple(FAMILIES)
 
@@ -79,6 +81,22 @@ def test_fp8_equals_transformers(sources: dict[str, Path]) -> None:
             assert torch.equal(numbers[name], theirs)
             compared += 1
     assert compared > 20
+
+
+def test_int4_equals_compressed_tensors(sources: dict[str, Path]) -> None:
+    """With compressed-tensors 0.20.1, which transformers uses; it is in none of our extras."""
+    forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    weights = SETTINGS["int4"]["config_groups"]["group_0"]["weights"]
+    given = forward.QuantizationArgs(**weights)
+    files, numbers = load_file(sources["int4"] / "model.safetensors"), read(sources["int4"])
+    names = [one.removesuffix("_packed") for one in files if one.endswith("_packed")]
+    assert len(names) > 20
+    for name in names:
+        shape = torch.Size(files[f"{name}_shape"].tolist())
+        integers = helpers.unpack_from_int32(files[f"{name}_packed"], 4, shape)
+        theirs = forward.dequantize(integers, files[f"{name}_scale"], args=given)
+        assert torch.equal(numbers[name], theirs.bfloat16()), name
 
 
 def test_fp8_scales_of_other_kinds(tmp_path: Path) -> None:
@@ -203,3 +221,119 @@ def test_refusals(kind: str, change: dict[str, Any], words: str, sources: dict[s
     with pytest.raises(MoesaicError, match=words.replace("(", "\\(").replace(")", "\\)")) as caught:
         open_checkpoint(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def edited(source: Path, out: Path, edit: Any, **settings: Any) -> Path:
+    """A copy whose tensors went through `edit`, and with other settings."""
+    out.mkdir()
+    for file in source.iterdir():
+        (out / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(out / "model.safetensors")
+    edit(tensors)
+    save_file({name: one.contiguous() for name, one in tensors.items()}, out / "model.safetensors")
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def change(end: str, how: Any) -> Any:
+    """An edit of the first tensor of an expert whose name ends so; None takes it out."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        name = next(one for one in sorted(tensors) if "experts" in one and one.endswith(end))
+        if how is None:
+            del tensors[name]
+        else:
+            tensors[name] = how(tensors[name])
+
+    return edit
+
+
+def add_plain(tensors: dict[str, Tensor]) -> None:
+    name = next(one for one in sorted(tensors) if one.endswith(("_blocks", "_packed")))
+    tensors[name.rpartition("_")[0]] = torch.zeros(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit", "words"),
+    [
+        (
+            "fp8",
+            change("_scale_inv", lambda one: one[:1]),
+            r"no grid of blocks .* of weight_block_size \[16, 16\]",
+        ),
+        ("fp8", change("_scale_inv", lambda one: one.flatten()), "no grid of blocks"),
+        ("fp8", change("_scale_inv", lambda one: one[:0]), "no grid of blocks"),
+        ("fp8", change("proj.weight", lambda one: one.flatten()), "no grid of blocks"),
+        ("fp8", change("proj.weight", None), "_scale_inv', but no"),
+        ("mxfp4", change("_scales", lambda one: one[:, :1]), "as the blocks ask for"),
+        ("mxfp4", change("_scales", None), "_blocks', but no '.*_scales'"),
+        ("mxfp4", add_plain, "as it is and quantised"),
+        ("int4", change("_scale", lambda one: one[:, :1]), "of config_groups' group_size"),
+        ("int4", change("_scale", lambda one: one[:, :0]), "no groups of"),
+        ("int4", change("_packed", lambda one: one.flatten()), "no groups of"),
+        ("int4", change("_scale", None), "_packed', but no '.*_scale'"),
+        ("int4", add_plain, "as it is and quantised"),
+    ],
+)
+def test_codes_and_scales_that_do_not_fit_are_refused(
+    kind: str, edit: Any, words: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = edited(sources[kind], tmp_path / "edited", edit)
+    with pytest.raises(MoesaicError, match=words) as caught:
+        open_checkpoint(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_padded_columns_are_refused_where_numbers_are_read(sources: dict[str, Path], tmp_path: Path) -> None:
+    folder = edited(sources["int4"], tmp_path / "edited", change("_shape", lambda one: one - 1))
+    with pytest.raises(MoesaicError, match="no reader for padding"):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        *(("fp8", {"weight_block_size": value}) for value in ([16], 16, [0, 0], "16", [16, 16, 16], [16.5, 16])),
+        *((kind, {"modules_to_not_convert": "lm_head"}) for kind in ("fp8", "mxfp4")),
+        *(("int4", {"config_groups": value}) for value in (None, [], {"a": 1}, {"a": {"weights": None}})),
+        ("int4", {"ignore": "lm_head"}),
+    ],
+)
+def test_settings_of_another_kind_are_refused_by_key(
+    kind: str, settings: dict[str, Any], sources: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = edited(sources[kind], tmp_path / "edited", lambda _: None, **settings)
+    for place in (folder, folder / "config.json"):
+        with pytest.raises(MoesaicError, match=rf"quantization_config.*{next(iter(settings))}") as caught:
+            moesaic.plan(place)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verbs_that_read_numbers_say_what_they_say_of_bf16(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    results = {}
+    ours = tmp_path / "ours"
+    if kind == "fp8":  # half of DeepSeek's groups is too few
+        tiny_quantised(ours, kind, n_group=1, topk_group=1)
+    else:
+        shutil.copytree(sources[kind], ours)
+    for folder in (save_tokenizer(in_bf16(ours, tmp_path / "bf16")), save_tokenizer(ours)):
+        (text := tmp_path / "text.txt").write_text("a b c d e f g h " * 40)
+        selected = moesaic.select(folder, keep="50%", data=str(text), quiet=True)
+        looked = moesaic.inspect(folder, tmp_path / f"{folder.name}-looked", data=[str(text)], clusters=0, quiet=True)
+        grown = tmp_path / f"{folder.name}-grown"
+        moesaic.expand(folder, grown, experts=16, quiet=True)
+        checked = moesaic.verify(folder, grown, text=text, quiet=True)
+        exported = moesaic.export(folder, tmp_path / f"{folder.name}-fused", layout="fused")
+        results[folder.name] = (
+            selected.kept,
+            selected.scores,
+            moesaic.generate(folder, "a b c", max_new_tokens=4),
+            {name: tensor.tolist() for name, tensor in read(tmp_path / f"{folder.name}-fused").items()},
+            checked.to_dict()["checks"],
+        )
+        assert looked is not None
+        assert exported is not None
+    assert results["ours"] == results["bf16"]

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from moesaic.checkpoint import pio
 from moesaic.cli import app as cli
+from moesaic.common import files
 from moesaic.reporting import report as api
 from moesaic.reporting.report import short_names
 from tests.tiny_inspection import write_tiny_inspection
@@ -106,7 +106,7 @@ def test_a_failed_write_leaves_nothing(call, inputs, tmp_path, monkeypatch):
     def fail(fd):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pio.os, "fsync", fail)
+    monkeypatch.setattr(files.os, "fsync", fail)
     status, _, err = call("report", inputs[1], tmp_path / "report.html")
     assert status == 2
     assert "the disk is full" in err

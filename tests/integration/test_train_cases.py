@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import moesaic
-from moesaic.checkpoint.headers import load_json
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import load_json
 from moesaic.common.recipe import load_recipe
 from moesaic.training import run as run_module
 from moesaic.training.recipe import TrainRecipe

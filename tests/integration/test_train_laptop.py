@@ -32,6 +32,7 @@ def workplace(tmp_path_factory) -> Path:
     turns = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
     (folder / "chats.jsonl").write_text(40 * (json.dumps({"messages": turns}) + "\n"))
     (folder / "task.jsonl").write_text(40 * (json.dumps({"question": "what. ", "answer": "this"}) + "\n"))
+    (folder / "task.yaml").write_text("kind: generation\ndata: task.jsonl\ndemonstrations: task.jsonl\n")
     moesaic.upcycle(folder / "base", folder / "moe", method="virtual_group", experts=4, shards=2, top_k=2)
     return folder
 

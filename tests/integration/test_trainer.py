@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
+from transformers.distributed.configuration_utils import DistributedConfig
 
 import moesaic
 from moesaic.common.errors import MoesaicError
@@ -107,9 +109,9 @@ def arguments(out: Path, **changes: Any) -> TrainingArguments:
 
 
 def fit(start: Path, rows: list[dict[str, Tensor]], out: Path, *, resume: bool = False, **changes: Any) -> Any:
-    options = changes.pop("routing", POOLS | LOSSES)
+    options, distributed = changes.pop("routing", POOLS | LOSSES), changes.pop("distributed", None)
     trainer = Trainer(
-        model=moesaic.load(start, device="cpu", dtype="float32"),
+        model=moesaic.load(start, device="cpu", dtype="float32", distributed=distributed),
         args=arguments(out, **changes),
         train_dataset=Rows(rows),
     )
@@ -265,16 +267,21 @@ def test_bias_of_the_record_is_found_by_a_trainer(recipe, start, rows, tmp_path)
 
 
 def test_two_ranks_are_one(start, rows, tmp_path):
-    """DDP on two gloo processes, the micro-batches of a step shared out: pools, losses and bias of one process."""
-    losses = {"balance": 0.1, "balance_scope": "local", "bias_balancing": 0.01}
-    one = fit(start, rows[:32], tmp_path / "one", routing=POOLS | losses)
-    run_ranks(2, on_two_ranks, start, rows[:32], tmp_path / "two", POOLS | losses)
-    assert distance(weights_of(one.model), load_file(tmp_path / "two" / "saved" / "model.safetensors")) < 1e-5
+    """Two gloo processes, the micro-batches of a step shared out: pools, losses and bias of one, with DDP and FSDP2."""
+    routing = POOLS | {"balance": 0.1, "balance_scope": "local", "bias_balancing": 0.01}
+    one = weights_of(fit(start, rows[:32], tmp_path / "one", routing=routing).model)
+    run_ranks(2, on_two_ranks, start, rows[:32], tmp_path, routing)
+    for how in ("ddp", "fsdp"):
+        assert distance(one, load_file(tmp_path / how / "saved" / "model.safetensors")) < 1e-5, how
 
 
 def on_two_ranks(start: Path, rows: list[dict[str, Tensor]], out: Path, routing: dict[str, Any]) -> None:
-    trainer = fit(start, rows, out, gradient_accumulation_steps=1, ddp_backend="gloo", routing=routing)
-    trainer.save_model(str(out / "saved"))
+    dist.init_process_group("gloo")
+    changes: dict[str, Any] = {"gradient_accumulation_steps": 1, "ddp_backend": "gloo"}
+    for how, distributed in (("ddp", None), ("fsdp", DistributedConfig(fsdp_size=2))):
+        trainer = fit(start, rows, out / how, routing=routing, distributed=distributed, **changes)
+        trainer.save_model(str(out / how / "saved"))
+    dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore")  # TRL's

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from moesaic.families.experts import ExpertWeights
-from moesaic.upcycling.layers import build_layer
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
 from moesaic.upcycling.run import upcycle
 from tests.tiny_models import save_tiny
+from tests.upcycled_layer import build_layer
 
 METHODS = ("scratch", "sparse", "drop", "virtual_group", "btx", "divmoe")
 WITH_SPECIALISTS = ("btx", "divmoe")

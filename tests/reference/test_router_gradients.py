@@ -10,9 +10,9 @@ from torch import Tensor
 from moesaic.families.experts import ExpertWeights
 from moesaic.routing.gradient import RouterChoices, gradient_warning, router_gradient
 from moesaic.upcycling.choices import LayerSpec, choose
-from moesaic.upcycling.layers import build_layer
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
 from tests.reference.test_upcycle_statements import HIDDEN, WIDTH, naive_ffn, one_expert, random_ffn, tokens
+from tests.upcycled_layer import build_layer
 
 ZERO = 1e-12
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moesaic.families.experts import ExpertWeights
 from moesaic.upcycling.choices import LayerSpec, choose
-from moesaic.upcycling.layers import MoELayer, build_layer
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
+from tests.upcycled_layer import MoELayer, build_layer
 
 HIDDEN, WIDTH, TOKENS = 8, 24, 40
 EXACT = 1e-12

@@ -277,3 +277,22 @@ def test_no_remote_code_runs(checkpoint):
     (checkpoint / "evil.py").write_text("raise SystemExit('ran')")
     assert "unknown to transformers" in refusal(load, checkpoint)
     assert "evil" not in sys.modules
+
+
+@pytest.mark.filterwarnings("ignore:Cannot enable progress bars")
+def test_no_bar_of_a_library_is_shown(tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    folder, seen = save_tiny(tmp_path / "model", "llama"), []
+    real = AutoModelForCausalLM.from_pretrained
+
+    def watched(*arguments, **keywords):
+        seen.append(logging.is_progress_bar_enabled())
+        return real(*arguments, **keywords)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
+    logging.enable_progress_bar()
+    load(folder)
+    assert seen == [False]
+    assert logging.is_progress_bar_enabled()

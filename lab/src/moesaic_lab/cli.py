@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from moesaic.checkpoint.pio import check_file
 from moesaic.cli.options import DryRun, Json, Quiet
 from moesaic.cli.output import print_result
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import check_file
 from moesaic.common.yaml_text import parse_yaml
 
 _SEEDS = 3

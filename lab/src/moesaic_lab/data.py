@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.pio import write_file
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import write_file
 from moesaic_lab.plan import TOKENIZER, train_file, valid_file
 from moesaic_lab.questions import Draw, Item, draw_arithmetic, draw_item, draw_program
 from moesaic_lab.stories import draw_cause, draw_fact, passage

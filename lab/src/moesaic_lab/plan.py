@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.headers import load_json
-from moesaic.checkpoint.pio import explained, write_file
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import explained, load_json, write_file
 from moesaic.common.recipe import load_document
 
 PLAN_FILE = "plan.json"

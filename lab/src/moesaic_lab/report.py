@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from moesaic.checkpoint.pio import explained, write_file
+from moesaic.common.files import explained, write_file
 from moesaic.common.yaml_text import dump_yaml
 from moesaic_lab.claims import Claim, claims_table, interval, premises_table
 from moesaic_lab.experiments import EXPERIMENTS

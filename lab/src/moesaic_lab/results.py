@@ -12,8 +12,8 @@ from statistics import fmean, median
 from typing import Any, TypeVar
 
 from moesaic.checkpoint.metrics import METRICS_FILE, Step, Validation, read_metrics
-from moesaic.checkpoint.pio import write_file
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import write_file
 from moesaic.common.intervals import Interval, mean_interval
 from moesaic.common.recipe import Count, Measured, load_document
 from moesaic.data.files import read_records, rows_file

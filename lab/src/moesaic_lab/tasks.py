@@ -20,8 +20,7 @@ from moesaic.data.cache import open_cache
 from moesaic.data.dataset import PackedDataset, ValidationSet, validation_sets
 from moesaic.data.recipe import DataRecipe, SourceRecipe
 from moesaic.data.tokenise import prepare
-from moesaic.loading import load_tokenizer
-from moesaic.modeling.cross_entropy import IGNORED, ratio_with_error, token_losses
+from moesaic.modeling.cross_entropy import IGNORED, token_losses
 from moesaic.routing.install import routing_context
 from moesaic.routing.pools import RoutingContext
 from moesaic.routing.rules import RoutingDecision
@@ -29,7 +28,6 @@ from moesaic.routing.subset import Selection, save_selection
 from moesaic.selection.recipe import Method
 from moesaic.selection.statistics import load_statistics
 from moesaic.training.recipe import TrainRecipe
-from moesaic.training.step import add_losses
 from moesaic_lab.plan import selection_file, train_file, valid_file
 from moesaic_lab.results import Row, read_lines
 
@@ -46,13 +44,9 @@ def held_out_sets(
     return {one.domain: one for one in validation_sets(prepare(recipe, tokenizer, quiet=True))}
 
 
-@torch.no_grad()
-def held_out_loss(model: PreTrainedModel, held_out: ValidationSet, *, sequences: int = 8) -> Row:
+def held_out_loss(model: PreTrainedModel, held_out: ValidationSet) -> Row:
     """Loss of one held-out set in nats per predicted token, with its standard error over documents."""
-    sums_2N = torch.zeros(2, held_out.num_documents, dtype=torch.float64)
-    for batch in held_out.batches(sequences):
-        add_losses(model, batch, sums_2N)
-    loss = ratio_with_error(*sums_2N)
+    loss = moesaic.held_out_loss(model, held_out)
     return {"domain": held_out.domain, "value": loss.loss, "standard_error": loss.standard_error}
 
 
@@ -64,7 +58,7 @@ def measure(*, checkpoints: Mapping[str, str], domains: Sequence[str], sequence_
         domains: whose held-out documents are measured.
         sequence_length: that these are packed to.
     """
-    tokenizer = load_tokenizer(next(iter(checkpoints.values())))
+    tokenizer = moesaic.load_tokenizer(next(iter(checkpoints.values())))
     held_out = held_out_sets(domains, tokenizer, sequence_length=sequence_length)
     for order, (name, folder) in enumerate(checkpoints.items()):
         common = {"model": name, "order": order}
@@ -75,7 +69,7 @@ def measure(*, checkpoints: Mapping[str, str], domains: Sequence[str], sequence_
 
 def premise(*, checkpoint: str, domains: Sequence[str], sequence_length: int) -> Iterator[Row]:
     """Per domain the loss of a unigram model, a bigram model, the checkpoint, and the checkpoint without its FFNs."""
-    tokenizer = load_tokenizer(checkpoint)
+    tokenizer = moesaic.load_tokenizer(checkpoint)
     held_out = held_out_sets(domains, tokenizer, sequence_length=sequence_length)
     unigram_V, bigram_VV = frequencies(pairs(domains, tokenizer))
     model = moesaic.load(checkpoint, device="cpu")
@@ -144,7 +138,7 @@ def accuracy(*, checkpoints: Mapping[str, str], domains: Sequence[str]) -> Itera
     """Multiple-choice accuracy on the generated domains' held-out questions: a row per model and domain."""
     questions = {domain: read_lines(Path(f"data/{domain}.choice.jsonl")) for domain in domains}
     for name, folder in checkpoints.items():
-        model, tokenizer = moesaic.load(folder, device="cpu"), load_tokenizer(folder)
+        model, tokenizer = moesaic.load(folder, device="cpu"), moesaic.load_tokenizer(folder)
         for domain, rows in questions.items():
             right = sum(predicted(model, tokenizer, row) == row["answer"] for row in rows)
             value = right / len(rows)
@@ -206,7 +200,7 @@ def subsets(
     """
     folder = Path(selections)
     model = moesaic.load(checkpoint, device="cpu")
-    held_out = held_out_sets(domains, load_tokenizer(checkpoint), sequence_length=sequence_length)
+    held_out = held_out_sets(domains, moesaic.load_tokenizer(checkpoint), sequence_length=sequence_length)
     for one in held_out.values():
         yield {"measure": "subset_loss", "share": 1.0, **held_out_loss(model, one)}
     selection = None
@@ -281,7 +275,7 @@ def pools(*, run: str, steps: int) -> Iterator[Row]:
     Gives the tokens checked; and selections outside the pool, with the experts that documents use beyond their pools.
     """
     recipe = load_recipe(TrainRecipe, Path(run) / "recipe.yaml")
-    prepared = prepare(recipe.data, load_tokenizer(run), quiet=True)
+    prepared = prepare(recipe.data, moesaic.load_tokenizer(run), quiet=True)
     data = PackedDataset(prepared, seed=recipe.seed, sequences_per_step=recipe.sequences_per_step)
     model = moesaic.load(run, device="cpu")
     checked = outside = 0

@@ -15,8 +15,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.pio import explained, write_file
 from moesaic.common.errors import MoesaicError, suggest
+from moesaic.common.files import explained, write_file
 from moesaic.common.place import check_place
 from moesaic.common.progress import notice
 from moesaic_lab.plan import ENVIRONMENT, Step, check_folder, read_plan, write_plan

@@ -31,8 +31,9 @@ from torch import Tensor, nn
 
 from moesaic.analysis.documents import Sample
 from moesaic.checkpoint.output import require_disk
-from moesaic.checkpoint.pio import allocate, explained, read_into, write_all
+from moesaic.checkpoint.pio import allocate, read_into, write_all
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import explained
 from moesaic.common.numbers import NotFiniteError
 from moesaic.common.progress import progress
 from moesaic.modeling.finite import first_not_finite, is_finite
@@ -201,8 +202,8 @@ def batches(sample: Sample, size: int) -> Iterator[tuple[list[int], Tensor]]:
     order = np.argsort(length_D, kind="stable").tolist()
     while order:
         # Ascending, so the longest of the first n is the last of them.
-        fits = [n * int(length_D[one]) <= size * USUAL_TOKENS for n, one in enumerate(order[:size], start=1)]
-        count = max(1, sum(fits))
+        fits = [n * length_D[longest] <= size * USUAL_TOKENS for n, longest in enumerate(order[:size], start=1)]
+        count = max(1, sum(map(int, fits)))
         documents, order = order[:count], order[count:]
         ids_BS = torch.zeros(count, int(length_D[documents[-1]]), dtype=torch.int64)
         for row, document in enumerate(documents):

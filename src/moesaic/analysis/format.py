@@ -22,9 +22,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from moesaic.analysis.inspection import LEVELS, Document, ExpertCard, Inspection, Reader, Statistics
-from moesaic.checkpoint.headers import load_json
-from moesaic.checkpoint.pio import explained
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import explained, load_json
 from moesaic.common.recipe import Count, load_document, recipe_values
 
 FORMAT = "moesaic-inspection/1"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.pio import explained
+from moesaic.common.files import explained
 
 CONFIG_FILE = "config.json"
 OLDEST_TRANSFORMERS = "5.24"

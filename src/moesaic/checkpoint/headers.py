@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesaic.common.errors import MoesaicError
-from moesaic.common.plain import refuse_unwritable
+from moesaic.common.files import load_json
 from moesaic.common.recipe import load_document
 
 if TYPE_CHECKING:
-    from moesaic.checkpoint.quantised import Codes
+    from moesaic.checkpoint.codes import Codes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -263,24 +263,6 @@ def no_weights(where: Path | str, files: list[str]) -> MoesaicError:
     if any(file.endswith(".gguf") for file in files):
         return MoesaicError(f"{missing}, only GGUF files; use the original safetensors release")
     return MoesaicError(f"{missing}; give the folder of a transformers checkpoint")
-
-
-def load_json(path: Path, *, halves: bool = False) -> dict[str, Any]:
-    """A JSON object from a file; a MoesaicError names the file when it isn't one. `halves`: see `refuse_unwritable`."""
-    try:
-        value = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except FileNotFoundError as error:
-        raise MoesaicError(f"{path}: no such file") from error
-    except OSError as error:
-        raise MoesaicError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise MoesaicError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        raise MoesaicError(f"{path}: not JSON ({' '.join(str(error).split())})") from error
-    if not isinstance(value, dict):
-        raise MoesaicError(f"{path}: not a JSON object")
-    refuse_unwritable(value, str(path), halves=halves)
-    return value
 
 
 def load_format(path: Path, expected: str, what: str) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from moesaic.checkpoint.headers import (
     read_header,
     shard_names,
 )
-from moesaic.checkpoint.pio import DISK_ERRORS
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import DISK_ERRORS
 
 _SMALL_FILES = ["config.json", INDEX_FILE, *SIDE_FILES]
 """An allow-list: whatever else a repository holds (code, pickles, other formats) is never fetched."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.pio import explained
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import explained
 from moesaic.common.intervals import Interval
 from moesaic.common.plain import refuse_unwritable
 from moesaic.common.recipe import Count, Measured, load_document

@@ -24,8 +24,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from moesaic.checkpoint.pio import DISK_ERRORS, exchange, explained, io_error, rename_new, sync_path
+from moesaic.checkpoint.pio import exchange, rename_new, sync_path
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import DISK_ERRORS, explained, io_error
 from moesaic.common.place import check_place
 
 _REPLACEABLE = ("config.json", "moesaic.json", "inspection.json")

@@ -13,9 +13,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.record import CARD_FILE, OUT_IN_CARDS
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import explained
 from moesaic.common.progress import notice, on_terminal
 
 Result = TypeVar("Result")

@@ -9,165 +9,20 @@ is imported when numbers are made.
 from __future__ import annotations
 
 import re
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from moesaic.checkpoint.codes import BITS, PER_WORD, WAY_OUT, Codes, Fp8Blocks, Mxfp4, PackedInt4, Shape
 from moesaic.checkpoint.headers import TensorInfo, tensor_bytes
 from moesaic.common.errors import MoesaicError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Shape = tuple[int, ...]
+from moesaic.common.recipe import Count, load_document
 
 KEYS = ("quantization_config", "compression_config")
 """Where a config.json says how its weights are quantised."""
 
-WAY_OUT = "; use the bf16 release, or load it with transformers, dequantise and save it"
-
-_BITS = 4
-_PER_WORD = 32 // _BITS
-_BAND = 1 << 20
-"""Numbers of int4 that are decoded together, about."""
-
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Numbers of the sixteen codes of E2M1 (OCP Microscaling Formats 1.0, table 5)."""
-
 _ROUTER = re.compile(r"\.(gate|router|gate\.wg)(\.weight)?$")
-
-_last = threading.local()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Codes(ABC):
-    """How the numbers of a tensor of `shape` are made; slots are its last two axes, rows and columns."""
-
-    codes: TensorInfo
-    scales: TensorInfo
-    shape: Shape
-
-    @property
-    def slot(self) -> int:
-        """Numbers of a slot."""
-        return prod(self.shape[-2:])
-
-    @property
-    @abstractmethod
-    def unit(self) -> int:
-        """Numbers of a slot that are decoded together; its last ones may be fewer."""
-
-    @abstractmethod
-    def decode(self, slot: int, start: int, stop: int) -> Tensor:
-        """The numbers `start` to `stop` of a slot, where a unit begins and ends, in bf16."""
-
-    def blocks(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Numbers `start` to `stop` of the tensor by units: (place of the first, values). Not to be changed."""
-        while start < stop:
-            slot, within = divmod(start, self.slot)
-            first = within // self.unit * self.unit
-            last = min(first + self.unit, self.slot)
-            values = self._cached(slot, first, last)
-            end = min(stop, slot * self.slot + last)
-            yield start, values[within - first : within - first + end - start]
-            start = end
-
-    def _cached(self, slot: int, start: int, stop: int) -> Tensor:
-        """A thread keeps its last unit: whoever reads by small blocks has it decoded once."""
-        key = (self.codes.file, self.codes.name, slot, start)
-        if getattr(_last, "key", None) != key:
-            _last.key, _last.values = key, None  # not two at a time
-            _last.values = self.decode(slot, start, stop)
-        return _last.values
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fp8Blocks(Codes):
-    """8-bit floats times a scale per block of `block` rows and columns, multiplied in float32."""
-
-    block: tuple[int, int]
-
-    @property
-    def unit(self) -> int:
-        """A band of blocks."""
-        return self.block[0] * self.shape[-1]
-
-    def decode(self, slot: int, start: int, stop: int) -> Tensor:
-        """As `Codes.decode`."""
-        from moesaic.checkpoint.reader import read_tensor
-
-        (rows, columns), width = self.shape[-2:], self.block[1]
-        values = _elements(self.codes, slot * self.slot + start, stop - start).float().view(-1, columns)
-        bands = -(-rows // self.block[0])
-        scales = _power(read_tensor(self.scales)).view(-1, bands, -(-columns // width))
-        row = scales[slot, start // self.unit].repeat_interleave(width)[:columns]
-        return values.mul_(row).bfloat16().view(-1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mxfp4(Codes):
-    """E2M1 pairs, the first in the low half, times 2^(scale - 127) per block; rows are stored as columns."""
-
-    @property
-    def unit(self) -> int:
-        """An expert, as its matrix is turned over."""
-        return self.slot
-
-    def decode(self, slot: int, start: int, stop: int) -> Tensor:
-        """As `Codes.decode`."""
-        import torch
-
-        assert (start, stop) == (0, self.slot), (start, stop)
-        inputs, outputs = self.shape[-2:]
-        numbers = torch.tensor(_FP4)
-        pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], dim=1).bfloat16()
-        codes = _elements(self.codes, slot * self.slot // 2, self.slot // 2)
-        values = pairs[codes.int()].view(-1, 2 * self.codes.shape[-1])
-        scales = _elements(self.scales, slot * values.shape[0], values.shape[0])
-        values = torch.ldexp(values, scales.int().sub_(127)[:, None]).bfloat16()
-        return values.view(outputs, inputs).T.contiguous().view(-1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedInt4(Codes):
-    """Eight 4-bit integers in an int32, lowest first, 8 above what they are, times a scale per group of a row."""
-
-    @property
-    def unit(self) -> int:
-        """Some rows."""
-        return max(_BAND // self.shape[-1], 1) * self.shape[-1]
-
-    def decode(self, slot: int, start: int, stop: int) -> Tensor:
-        """As `Codes.decode`."""
-        import torch
-
-        words = _elements(self.codes, (slot * self.slot + start) // _PER_WORD, (stop - start) // _PER_WORD)
-        halves = words.view(torch.uint8)
-        integers = torch.stack([halves & 15, halves >> 4], dim=1).view(torch.int8) - 8
-        groups = self.scales.shape[-1]
-        width = self.shape[-1] // groups
-        scales = _elements(self.scales, (slot * self.slot + start) // width, (stop - start) // width)
-        return (integers.view(-1, width).to(scales.dtype) * scales[:, None]).bfloat16().view(-1)
-
-
-def _elements(info: TensorInfo, start: int, count: int) -> Tensor:
-    from moesaic.checkpoint.reader import read_range
-
-    size = info.nbytes // max(prod(info.shape), 1)
-    return read_range(info, start * size, count * size)
-
-
-def _power(scales: Tensor) -> Tensor:
-    """Scales in float32; bytes are exponents, 127 above what they are."""
-    import torch
-
-    return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
-
-
-# --- schemes ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +36,8 @@ class Scheme:
     """Further endings of what is stored and not needed."""
     shape: Callable[[Shape], Shape]
     """Of the numbers, from the codes'."""
+    settings: type
+    """What config.json has to say of it."""
     make: Callable[[TensorInfo, TensorInfo, Shape, Mapping[str, Any]], Codes | str]
     """A text says what is missing."""
     sizes: Callable[[str, Shape, Mapping[str, Any]], float | None]
@@ -195,16 +52,58 @@ class Scheme:
         return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Fp8:
+    weight_block_size: tuple[Count, Count] | None = None
+    modules_to_not_convert: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if 0 in (self.weight_block_size or ()):
+            raise MoesaicError("weight_block_size must be two sizes of at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mxfp4:
+    modules_to_not_convert: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    num_bits: Count
+    type: str
+    symmetric: bool = True
+    group_size: int | None = None
+    """None or -1: a row is one group."""
+    actorder: str | bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    weights: _Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CompressedTensors:
+    config_groups: dict[str, _Group]
+    ignore: tuple[str, ...] | None = None
+
+
 def _fp8(codes: TensorInfo, scales: TensorInfo, shape: Shape, settings: Mapping[str, Any]) -> Codes | str:
+    wrong = f"{scales.name} has shape {list(scales.shape)}, which is no grid of blocks over {list(shape)}"
+    if len(shape) < 2 or 0 in (*shape, *scales.shape):
+        return wrong
     rows, columns = shape[-2:]
     grid = scales.shape[-2:] if len(scales.shape) >= 2 else (1, 1)
+    if prod(scales.shape) != prod(shape[:-2]) * prod(grid):
+        return wrong
     told: Any = settings.get("weight_block_size")
-    block = tuple(told) if told else (rows, columns)
-    if grid != tuple(-(-size // one) for size, one in zip((rows, columns), block, strict=True)):
-        if rows % grid[0] or columns % grid[1]:
-            return f"{scales.name} has shape {list(scales.shape)}, which is no grid of blocks over {list(shape)}"
-        block = (rows // grid[0], columns // grid[1])
-    return Fp8Blocks(codes=codes, scales=scales, shape=shape, block=(int(block[0]), int(block[1])))
+    if told and (len(scales.shape) >= 2 or prod(scales.shape) > 1):  # else one scale for all
+        if grid != tuple(-(-size // one) for size, one in zip((rows, columns), told, strict=True)):
+            return f"{wrong} of weight_block_size {list(told)}"
+        return Fp8Blocks(codes=codes, scales=scales, shape=shape, block=(told[0], told[1]))
+    if rows % grid[0] or columns % grid[1]:
+        return wrong
+    return Fp8Blocks(codes=codes, scales=scales, shape=shape, block=(rows // grid[0], columns // grid[1]))
 
 
 def _mxfp4(codes: TensorInfo, scales: TensorInfo, shape: Shape, _: Mapping[str, Any]) -> Codes | str:
@@ -214,14 +113,20 @@ def _mxfp4(codes: TensorInfo, scales: TensorInfo, shape: Shape, _: Mapping[str, 
 
 
 def _int4(codes: TensorInfo, scales: TensorInfo, shape: Shape, settings: Mapping[str, Any]) -> Codes | str:
-    for group in settings.get("config_groups", {}).values():
-        weights = group.get("weights") or {}
-        if weights.get("num_bits") != _BITS or weights.get("type") != "int" or not weights.get("symmetric", True):
+    wrong = f"{scales.name} has shape {list(scales.shape)}, which are no groups of {list(shape)}"
+    if len(shape) != 2 or len(scales.shape) != 2 or 0 in (*shape, *scales.shape) or scales.shape[0] != shape[0]:
+        return wrong
+    counts = set[int]()
+    for group in settings["config_groups"].values():
+        weights = group["weights"]
+        if weights.get("num_bits") != BITS or weights.get("type") != "int" or not weights.get("symmetric", True):
             return "no reader for anything but symmetric integers of 4 bits"
         if weights.get("actorder") not in (None, "weight", "static"):
             return f"no reader for actorder {weights['actorder']!r}"
-    if len(scales.shape) != 2 or scales.shape[0] != shape[0] or shape[1] % max(scales.shape[1], 1):
-        return f"{scales.name} has shape {list(scales.shape)}, which are no groups of {list(shape)}"
+        size = weights.get("group_size") or -1
+        counts.add(shape[1] // size if size > 0 and shape[1] % size == 0 else 1)
+    if scales.shape[1] not in counts:
+        return f"{wrong} of config_groups' group_size"
     return PackedInt4(codes=codes, scales=scales, shape=shape)
 
 
@@ -245,7 +150,8 @@ def _int4_bytes(name: str, shape: Shape, settings: Mapping[str, Any]) -> float |
     if not _is_linear(name, shape) or any(rules):
         return None
     groups: Any = settings.get("config_groups") or {}
-    size = min((group["weights"].get("group_size") or shape[-1] for group in groups.values()), default=shape[-1])
+    sizes = (group["weights"].get("group_size") or -1 for group in groups.values())
+    size = min((one if one > 0 else shape[-1] for one in sizes), default=shape[-1])
     return prod(shape) * (1 / 2 + 2 / size)
 
 
@@ -260,6 +166,7 @@ SCHEMES: Mapping[str, Scheme] = {
         codes="",
         scales="_scale_inv",
         shape=lambda shape: shape,
+        settings=_Fp8,
         make=_fp8,
         sizes=_fp8_bytes,
     ),
@@ -268,6 +175,7 @@ SCHEMES: Mapping[str, Scheme] = {
         codes="_blocks",
         scales="_scales",
         shape=lambda shape: (*shape[:-3], 2 * prod(shape[-2:]), shape[-3]) if len(shape) >= 3 else shape,
+        settings=_Mxfp4,
         make=_mxfp4,
         sizes=_mxfp4_bytes,
     ),
@@ -276,7 +184,8 @@ SCHEMES: Mapping[str, Scheme] = {
         codes="_packed",
         scales="_scale",
         unread=("_shape",),
-        shape=lambda shape: (*shape[:-1], shape[-1] * _PER_WORD),
+        shape=lambda shape: (*shape[:-1], shape[-1] * PER_WORD),
+        settings=_CompressedTensors,
         make=_int4,
         sizes=_int4_bytes,
     ),
@@ -306,7 +215,7 @@ def scheme_of(settings: Mapping[str, Any], name: str) -> Scheme:
     """The scheme that these settings name.
 
     Raises:
-        MoesaicError: there is no reader for it.
+        MoesaicError: there is no reader for it, or a setting that it needs is missing or of another kind.
     """
     method, form = settings.get("quant_method"), settings.get("format")
     known = method if isinstance(method, str) else None
@@ -317,6 +226,7 @@ def scheme_of(settings: Mapping[str, Any], name: str) -> Scheme:
         raise MoesaicError(
             f"{name}: is quantised ({method or 'unknown method'}); there are readers for {readers} only{WAY_OUT}"
         )
+    load_document(SCHEMES[known].settings, settings, f"{name}: config.json: {KEYS[0]}", others=True)
     return SCHEMES[known]
 
 
@@ -332,6 +242,20 @@ def numbers_of(scheme: Scheme, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     return found
 
 
+def _refuse_halves(scheme: Scheme, tensors: Mapping[str, TensorInfo], name: str) -> None:
+    """Refuse codes without scales, scales of fp8 without codes, and a tensor that is there in two forms."""
+    lonely = scheme.codes or scheme.scales
+    for key in tensors:
+        own = key.removesuffix(lonely)
+        if not key.endswith(lonely):
+            continue
+        other = own + (scheme.scales if scheme.codes else scheme.codes)
+        if other not in tensors:
+            raise MoesaicError(f"{name}: has {key!r}, but no {other!r}; the checkpoint is incomplete, fetch it again")
+        if scheme.codes and own in tensors:
+            raise MoesaicError(f"{name}: has {own!r} as it is and quantised, as {key!r}; take one of them away")
+
+
 def decoded(
     scheme: Scheme, settings: Mapping[str, Any], tensors: Mapping[str, TensorInfo], name: str
 ) -> dict[str, TensorInfo]:
@@ -345,15 +269,18 @@ def decoded(
         raise MoesaicError(
             f"{name}: config.json says it is quantised ({scheme.title}), but no tensor has a *{scheme.scales}{WAY_OUT}"
         )
+    _refuse_halves(scheme, tensors, name)
     found: dict[str, TensorInfo] = {}
     for own, shape in shapes.items():
         codes, scales = tensors.get(own + scheme.codes), tensors.get(own + scheme.scales)
-        if codes is None or scales is None or (own in tensors and scheme.codes != ""):
+        if codes is None or scales is None:
             found[own] = tensors[own]
             continue
         made = scheme.make(codes, scales, shape, settings)
         if isinstance(made, str):
             raise MoesaicError(f"{name}: tensor {own!r} is quantised ({scheme.title}): {made}{WAY_OUT}")
+        told = next((tensors[own + end] for end in scheme.unread if own + end in tensors), None)
+        made = made if told is None else replace(made, told=told)
         found[own] = TensorInfo(
             name=own,
             dtype="BF16",

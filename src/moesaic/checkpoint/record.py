@@ -17,10 +17,10 @@ from typing import Any
 
 import moesaic
 from moesaic.checkpoint.config_file import OLDEST_TRANSFORMERS
-from moesaic.checkpoint.headers import SIDE_FILES, VOCABULARY_FILES, load_json
-from moesaic.checkpoint.pio import explained
+from moesaic.checkpoint.headers import SIDE_FILES, VOCABULARY_FILES
 from moesaic.checkpoint.source import Checkpoint, file_inside
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import explained, load_json
 from moesaic.common.recipe import Count, Size, load_document
 
 PROVENANCE_FILE = "moesaic.json"

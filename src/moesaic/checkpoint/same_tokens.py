@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.checkpoint.headers import VOCABULARY_FILES, load_json
-from moesaic.checkpoint.pio import explained
+from moesaic.checkpoint.headers import VOCABULARY_FILES
+from moesaic.common.files import explained, load_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

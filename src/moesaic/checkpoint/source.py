@@ -11,13 +11,13 @@ from moesaic.checkpoint.headers import (
     SINGLE_FILE,
     TensorInfo,
     collect,
-    load_json,
     no_weights,
     read_header,
     shard_names,
 )
 from moesaic.checkpoint.quantised import WAY_OUT, decoded, scheme_of, settings_of, without_settings
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import load_json
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[^@\s]+))?")
 

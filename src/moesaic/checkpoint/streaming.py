@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from moesaic.checkpoint.quantised import Codes
+    from moesaic.checkpoint.codes import Codes
 
 COPY_BYTES = 512 << 10
 """Bytes that only move, at a time: a block stays in the cache while it is checked, hashed and written.

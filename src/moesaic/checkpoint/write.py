@@ -22,7 +22,6 @@ from moesaic.checkpoint.config_file import write_config
 from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.lazy import Lazy
 from moesaic.checkpoint.output import check_target, output_folder, require_disk
-from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.record import (
     check_side_files,
     combine,
@@ -38,6 +37,7 @@ from moesaic.checkpoint.source import Checkpoint
 from moesaic.checkpoint.streaming import Unit, has_nonfinite, refuse_nonfinite, scan, units
 from moesaic.checkpoint.writer import DEFAULT_SHARD_SIZE, CheckpointWriter, Layout, OutputTensor, Written, plan_files
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import explained
 from moesaic.common.progress import progress, warn
 from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.common.shown import Shown

@@ -19,10 +19,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from moesaic.checkpoint.headers import DTYPE_BITS, INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE, tensor_bytes
-from moesaic.checkpoint.pio import allocate, explained, read_into, start_flush, sync_path, write_all
+from moesaic.checkpoint.pio import allocate, read_into, start_flush, sync_path, write_all
 from moesaic.checkpoint.record import weights_hash
 from moesaic.checkpoint.streaming import HASH
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import explained
 
 if TYPE_CHECKING:
     from torch import Tensor

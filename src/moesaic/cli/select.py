@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.checkpoint.pio import check_file
 from moesaic.cli.build import Call
 from moesaic.cli.output import print_result
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import check_file
 from moesaic.common.place import check_place
 
 if TYPE_CHECKING:

@@ -34,6 +34,7 @@ _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _MOST_DIGITS = 400
 """Of a number that is given as text: no float64 has more before its point."""
 _MOST_BITS = 64
+_LISTS = (list, tuple)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,14 +50,7 @@ class _Where:
 
     def child(self, name: str | int) -> "_Where":
         key = f"{self.key}.{_name(name)}" if self.key else _name(name)
-        return _Where(
-            source=self.source,
-            key=key,
-            origins=self.origins,
-            exact=self.exact,
-            others=self.others,
-            way_out=self.way_out,
-        )
+        return dataclasses.replace(self, key=key)
 
     def error(self, message: str) -> MoesaicError:
         source, key = self.source, self.key
@@ -233,22 +227,18 @@ def _to_union(members: tuple[Any, ...], value: Any, where: _Where) -> Any:
             return _convert(member, value, where)
         except MoesaicError as error:
             errors[member] = error
-    same_shape = [member for member in candidates if _has_shape_of(member, value)]
+    same_shape = [member for member in candidates if isinstance(value, _shape(member))]
     if len(candidates) == 1 or len(same_shape) == 1:  # the mistake is inside: its own message says more
         raise errors[(same_shape or candidates)[0]]
     raise where.error(f"expected {' or '.join(_describe(member) for member in members)}, got {_show(value)}")
 
 
-def _has_shape_of(expected: Any, value: Any) -> bool:
-    """Whether both are keys and values, or both lists."""
-    if not _is_container(expected):
-        return False
-    is_list = (typing.get_origin(expected) or expected) in (list, tuple)
-    return isinstance(value, (list, tuple) if is_list else Mapping)
-
-
-def _is_container(expected: Any) -> bool:
-    return dataclasses.is_dataclass(expected) or (typing.get_origin(expected) or expected) in _CONTAINERS
+def _shape(expected: Any) -> tuple[type, ...]:
+    """What a value of this type is in a file: a list, or keys and values; empty for a scalar."""
+    kind = typing.get_origin(expected) or expected
+    if kind in _LISTS:
+        return _LISTS
+    return (Mapping,) if dataclasses.is_dataclass(expected) or kind in _CONTAINERS else ()
 
 
 def _to_literal(allowed: tuple[Any, ...], value: Any, where: _Where) -> Any:
@@ -312,14 +302,11 @@ def _to_int(value: Any, where: _Where) -> int:
     return int(number)
 
 
-def _at_least(low: int) -> Callable[[Any, _Where], int]:
-    def convert(value: Any, where: _Where) -> int:
-        number = _to_int(value, where)
-        if number < low:
-            raise where.error(f"must be at least {low}, got {_show(value)}")
-        return number
-
-    return convert
+def _at_least(low: int, value: Any, where: _Where) -> int:
+    number = _to_int(value, where)
+    if number < low:
+        raise where.error(f"must be at least {low}, got {_show(value)}")
+    return number
 
 
 def _number(value: Any, where: _Where) -> int | float | None:
@@ -336,11 +323,9 @@ def _number(value: Any, where: _Where) -> int | float | None:
 
 
 def _to_str(value: Any, where: _Where) -> str:
-    if isinstance(value, str):
-        return value
-    if not where.exact and isinstance(value, int) and not isinstance(value, bool):  # `layers: 12` is kept unchanged
+    if isinstance(value, (str, Path)):
         return str(value)
-    if isinstance(value, Path):
+    if not where.exact and isinstance(value, int) and not isinstance(value, bool):  # `layers: 12` is kept unchanged
         return str(value)
     hint = "; put it in quotes" if isinstance(value, (bool, float)) else ""
     raise where.error(f"expected text, got {_show(value)}{hint}")
@@ -360,8 +345,8 @@ def _to_path(value: Any, where: _Where) -> Path:
 
 _SCALARS: dict[Any, Callable[[Any, _Where], Any]] = {
     Any: lambda value, _where: value,
-    Count: _at_least(0),
-    Size: _at_least(1),
+    Count: lambda value, where: _at_least(0, value, where),
+    Size: lambda value, where: _at_least(1, value, where),
     Measured: _to_measured,
     bool: _to_bool,
     float: _to_float,
@@ -395,8 +380,8 @@ def _describe(expected: Any) -> str:
         return ", ".join(_show(choice) for choice in typing.get_args(expected))
     if dataclasses.is_dataclass(expected):
         return f"keys and values ({', '.join(field.name for field in init_fields(expected))})"
-    if _is_container(expected):
-        return "a list" if (typing.get_origin(expected) or expected) in (list, tuple) else "keys and values"
+    if shape := _shape(expected):
+        return "a list" if shape == _LISTS else "keys and values"
     return _NAMES[expected]
 
 

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.checkpoint.headers import load_json
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import load_json
 from moesaic.common.recipe import Count, load_document
 
 CACHE_FORMAT = 1

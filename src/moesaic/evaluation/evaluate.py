@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.pio import check_file
 from moesaic.checkpoint.results import FORMAT
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import check_file
 from moesaic.common.numbers import finite_only
 from moesaic.common.progress import notice, warn
 from moesaic.common.verbs import verb

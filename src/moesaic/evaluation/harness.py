@@ -111,7 +111,7 @@ def _defined(file: Path, name: str, other: Mapping[str, Any], *, shots: int, see
         _seed(seed)
         try:
             config = {key: value for key, value in load_yaml(file).items() if key not in ("tag", "group")}
-            task: Any = ConfigurableTask(config=config | {"task": name, "num_fewshot": shots} | other)
+            task: Any = ConfigurableTask(config={**config, "task": name, "num_fewshot": shots, **other})
         except (OSError, ImportError) as error:
             first, *_ = str(error).strip().splitlines() or [type(error).__name__]
             raise DataMissingError(f"its data set or a package is not to be had ({first})") from error

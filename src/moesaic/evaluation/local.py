@@ -11,9 +11,9 @@ from typing import Any
 
 import xxhash
 
-from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import explained
 from moesaic.common.recipe import convert_fields
 from moesaic.data.calibration import in_split, record_digest
 from moesaic.data.files import DataFile, Record, hash_files, read_records, rows_file

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import xxhash
 import yaml
 
-from moesaic.checkpoint.pio import explained
 from moesaic.common.errors import MoesaicError, suggest
+from moesaic.common.files import explained
 from moesaic.common.recipe import load_recipe
 from moesaic.data.calibration import fields_of, fill
 from moesaic.evaluation import rows

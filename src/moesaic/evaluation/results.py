@@ -11,11 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.pio import write_file
 from moesaic.checkpoint.record import fingerprint, read_provenance, versions
 from moesaic.checkpoint.results import FORMAT, mean_error, read_results
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import write_file
 from moesaic.common.numbers import shown
 from moesaic.common.shown import Shown
 from moesaic.evaluation.recipe import Average, EvalRecipe, Suite

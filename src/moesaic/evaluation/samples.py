@@ -8,7 +8,7 @@ from typing import Any
 
 import xxhash
 
-from moesaic.checkpoint.pio import explained, write_file
+from moesaic.common.files import explained, write_file
 from moesaic.common.numbers import finite_only
 
 MARK = "moesaic-samples/1"

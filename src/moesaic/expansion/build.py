@@ -18,7 +18,8 @@ from moesaic.checkpoint.source import Checkpoint
 from moesaic.checkpoint.write import NewCheckpoint
 from moesaic.checkpoint.writer import parse_size
 from moesaic.common import seeds
-from moesaic.expansion.exact import Statement, grown_config, statement
+from moesaic.common.statement import Statement
+from moesaic.expansion.exact import grown_config, statement
 from moesaic.expansion.operators import (
     EXPERT_OPERATORS,
     ROUTER_OPERATORS,

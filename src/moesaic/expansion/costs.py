@@ -14,19 +14,11 @@ PAPER_RATIO = 0.512
 """s_E / s_mE of the paper's 7B and 13B: 27,888 of 41,328 GPU-hours at tau = 2T/3."""
 
 
-def upcycled_cost(tau: float, total: float, *, small: float, large: float) -> float:
-    """`C_up = tau * s_E + (T - tau) * s_mE`, for tau of `total` steps with the small model."""
-    assert 0 <= tau <= total
-    return tau * small + (total - tau) * large
-
-
-def fixed_cost(total: float, *, large: float) -> float:
-    """`C_fixed = T * s_mE`: all steps with the large model."""
-    return total * large
-
-
 def saving(share: float, *, ratio: float) -> float:
-    """`1 - C_up / C_fixed = tau/T * (1 - s_E/s_mE)`, for `share` = tau/T and `ratio` = s_E/s_mE."""
+    """`1 - C_up / C_fixed = tau/T * (1 - s_E/s_mE)`, for `share` = tau/T and `ratio` = s_E/s_mE.
+
+    `C_up = tau * s_E + (T - tau) * s_mE`; `C_fixed = T * s_mE` has the large model in all steps.
+    """
     assert 0 <= share <= 1
     return share * (1 - ratio)
 
@@ -78,4 +70,4 @@ def saving_of_phases(phases: Sequence[Phase]) -> float:
     """What a run with any number of expansions saves against one that has its last size from the start."""
     total = sum(phase.steps for phase in phases)
     spent = sum(phase.steps * phase.cost for phase in phases)
-    return 1 - spent / fixed_cost(total, large=phases[-1].cost)
+    return 1 - spent / (total * phases[-1].cost)

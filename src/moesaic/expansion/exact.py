@@ -5,29 +5,13 @@ most one of the copies of an expert (`one_per_copy_group`), E3 one active expert
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from moesaic.common.errors import MoesaicError
+from moesaic.common.statement import Statement
 from moesaic.expansion.resolve import ExpandPlan
 from moesaic.families.moe import EXPERT_COUNT_KEYS, TOP_K_ALIASES
 from moesaic.modeling.names import class_names
-
-Code = Literal["E1", "E2", "E3", "none"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Statement:
-    """One statement about every MoE layer, in exact arithmetic: its code in docs/statements.md, and a sentence."""
-
-    code: Code
-    text: str
-
-    @property
-    def preserves(self) -> bool:
-        """Whether every MoE layer computes what the source's computes, but for the noise and rounding."""
-        return self.code != "none"
-
 
 # --- config.json ------------------------------------------------------------------------------------------------------
 

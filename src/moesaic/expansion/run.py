@@ -10,9 +10,10 @@ from moesaic.checkpoint.push import pushed
 from moesaic.checkpoint.write import check_output, write
 from moesaic.common.progress import amount, notice
 from moesaic.common.shown import Shown
+from moesaic.common.statement import Statement
 from moesaic.common.verbs import verb
 from moesaic.expansion.build import build, parameters
-from moesaic.expansion.exact import Statement, statement
+from moesaic.expansion.exact import statement
 from moesaic.expansion.recipe import ExpandRecipe
 from moesaic.expansion.resolve import ExpandPlan, resolve
 from moesaic.expansion.utility import find_utilities, needs_model

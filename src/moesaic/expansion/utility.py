@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.checkpoint.headers import load_json
 from moesaic.checkpoint.record import source_record
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import load_json
 from moesaic.common.progress import progress
 from moesaic.data.packing import keeps_documents_apart, one_per_row
 from moesaic.expansion.build import Parts, expert_parts

@@ -10,10 +10,11 @@ from typing import Any
 
 import xxhash
 
-from moesaic.checkpoint.pio import explained, read_into
+from moesaic.checkpoint.pio import read_into
 from moesaic.checkpoint.record import PROVENANCE_FILE, read_provenance
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import explained
 from moesaic.common.recipe import Count, Size, load_document
 from moesaic.families.moe import MoEModel
 

@@ -23,7 +23,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import initialization as init
+
+try:
+    from transformers import initialization as init
+except ImportError as error:
+    raise ImportError("this model needs transformers 5.24 or newer: pip install --upgrade transformers") from error
 from transformers.activations import ACT2FN
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.generation.utils import GenerationMixin
@@ -845,6 +849,7 @@ class _MoesaicPreTrained:
     """What the model and its heads share."""
 
     config: Any
+    _keep_in_fp32_modules_strict: Any
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
@@ -878,7 +883,7 @@ class _MoesaicModel(_MoesaicPreTrained):
             for position, layer in enumerate(config.moe_layers):
                 self.layers[layer].mlp = MoesaicSparseMoeBlock(config, position)  # pyright: ignore
         if config.selection_bias:
-            self._keep_in_fp32_modules_strict |= {"e_score_correction_bias"}  # pyright: ignore
+            self._keep_in_fp32_modules_strict = {*self._keep_in_fp32_modules_strict, "e_score_correction_bias"}
         self.post_init()  # pyright: ignore
 
 

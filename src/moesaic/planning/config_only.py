@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.headers import TensorInfo, load_json, tensor_bytes
+from moesaic.checkpoint.headers import TensorInfo, tensor_bytes
 from moesaic.checkpoint.quantised import scheme_of, settings_of, without_settings
 from moesaic.checkpoint.source import Checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import load_json
 from moesaic.families.config_values import refuse_giant
 from moesaic.families.counting import config_shapes
 from moesaic.families.dense_table import FAMILIES

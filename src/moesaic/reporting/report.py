@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from moesaic.analysis.format import is_inspection, read_inspection
 from moesaic.analysis.inspection import Inspection
-from moesaic.checkpoint.pio import write_file
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import write_file
 from moesaic.common.shown import Shown
 from moesaic.common.verbs import verb
 from moesaic.reporting.page import render, size

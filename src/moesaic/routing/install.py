@@ -324,7 +324,8 @@ def _number(router: nn.Module, rule: Decision, *given: Any) -> Tensor | None:
         return None
     if hasattr(router, rule.bias.partition(".")[0]):
         return attrgetter(rule.bias)(router).reshape(-1)
-    names = list(inspect.signature(type(router).forward).parameters)[1:]
+    family = getattr(router, "family", type(router))  # our router of groups hands on what the family's own is given
+    names = list(inspect.signature(family.forward).parameters)[1:]
     return given[names.index(rule.bias)].reshape(-1)
 
 

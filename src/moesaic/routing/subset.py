@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.headers import load_format
-from moesaic.checkpoint.pio import write_file
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import write_file
 from moesaic.common.recipe import load_document
 from moesaic.common.shown import Shown
 from moesaic.families.identity import SourceModel

@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Float64
 from numpy import ndarray
 
-from moesaic.checkpoint.pio import check_file
 from moesaic.checkpoint.source import Checkpoint, open_checkpoint
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import check_file
 from moesaic.common.progress import notice
 from moesaic.common.verbs import verb
 from moesaic.data.calibration import encode_texts

@@ -14,8 +14,8 @@ from jaxtyping import Float64, Int64
 from numpy import ndarray
 
 from moesaic.checkpoint.headers import load_format
-from moesaic.checkpoint.pio import write_file
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import write_file
 from moesaic.common.recipe import Count, Size, load_document
 from moesaic.families.identity import SourceModel, refuse_other_model
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moesaic.checkpoint.pio import explained
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import explained
 from moesaic.common.place import check_place
 from moesaic.common.recipe import recipe_values
 from moesaic.data.files import PREFIX, find_files

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from moesaic.checkpoint.pio import explained
 from moesaic.checkpoint.record import write_provenance
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.write import write
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import explained
 from moesaic.common.intervals import loss_jump
 from moesaic.common.progress import notice
 from moesaic.common.recipe import recipe_values

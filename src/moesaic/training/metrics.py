@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moesaic.checkpoint.metrics import METRICS_FILE
-from moesaic.checkpoint.pio import explained
+from moesaic.common.files import explained
 from moesaic.common.numbers import finite_only, shown
 from moesaic.common.progress import BAR_SECONDS, LINE_SECONDS, Meter, Tick, bar, duration, notice, on_terminal
 from moesaic.families.costs import flops_per_token

@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from moesaic.checkpoint.config_file import CONFIG_FILE, with_source_keys, write_config
 from moesaic.checkpoint.metrics import METRICS_FILE, Step, read_metrics
 from moesaic.checkpoint.output import require_disk
-from moesaic.checkpoint.pio import explained, sync_path
+from moesaic.checkpoint.pio import sync_path
 from moesaic.checkpoint.reader import DTYPE_CODES
 from moesaic.checkpoint.record import (
     copy_side_files,
@@ -26,6 +26,7 @@ from moesaic.checkpoint.record import (
 from moesaic.checkpoint.same_tokens import keep_ids
 from moesaic.checkpoint.source import open_checkpoint
 from moesaic.checkpoint.writer import CheckpointWriter, OutputTensor, plan_files
+from moesaic.common.files import explained
 from moesaic.common.progress import warn
 from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.common.shown import Shown

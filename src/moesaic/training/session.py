@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from moesaic.checkpoint.pio import explained
+from moesaic.common.files import explained
 from moesaic.common.progress import notice
 from moesaic.common.recipe import dump_recipe, recipe_values
 from moesaic.data.dataset import PackedDataset, ValidationSet, validation_sets

@@ -27,9 +27,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from moesaic.checkpoint.headers import load_json, read_header
-from moesaic.checkpoint.pio import explained, sync_path
+from moesaic.checkpoint.headers import read_header
+from moesaic.checkpoint.pio import sync_path
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import explained, load_json
 from moesaic.common.recipe import Count, load_document
 from moesaic.modeling.cross_entropy import DomainLoss
 from moesaic.training.folder import RUN_FILE, UNFINISHED, list_states

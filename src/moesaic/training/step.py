@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from moesaic.common.progress import Tick
 from moesaic.common.seeds import fold_key
 from moesaic.data.dataset import ValidationSet
-from moesaic.data.packing import PackedBatch
+from moesaic.data.packing import PackedBatch, keeps_documents_apart, one_per_row
 from moesaic.modeling.cross_entropy import IGNORED, DomainLoss, ratio_with_error, token_losses
 from moesaic.modeling.finite import first_not_finite
 from moesaic.routing.install import routing_context
@@ -320,3 +320,13 @@ def add_losses(model: PreTrainedModel, batch: PackedBatch, sums_2N: Tensor) -> N
     documents_T = batch.document_ids_BS.flatten().clamp_min(0)  # padding adds 0 to the first
     sums_2N[0].index_add_(0, documents_T, losses_T.double())
     sums_2N[1].index_add_(0, documents_T, (labels_T != IGNORED).double())
+
+
+@torch.no_grad()
+def held_out_loss(model: PreTrainedModel, held_out: ValidationSet, *, sequences: int = 8) -> DomainLoss:
+    """Loss of a loaded model on held-out documents, as `train` measures it, `sequences` of them at once."""
+    packs = keeps_documents_apart(model)
+    sums_2N = torch.zeros(2, held_out.num_documents, dtype=torch.float64, device=model.device)
+    for batch in held_out.batches(sequences):
+        add_losses(model, (batch if packs else one_per_row(batch)).to(model.device), sums_2N)
+    return ratio_with_error(*sums_2N.cpu())

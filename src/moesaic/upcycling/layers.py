@@ -87,32 +87,6 @@ ROUTER_INITS: dict[RouterInit, Callable[[RouterSpec, torch.Generator], Tensor]] 
 # --- one layer --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class MoELayer:
-    """One mixture-of-experts layer in memory: `y = sum_k w_k expert_k(x) + shared(x)`."""
-
-    router_ED: Float[Tensor, "E D"]
-    experts: ExpertWeights[Tensor]
-    """Routed experts, stacked."""
-    shared: ExpertWeights[Tensor] | None
-    """Shared experts, concatenated to one FFN of width S*F."""
-    groups: tuple[int, ...] | None
-    """Group of each expert for `one_per_group` routing; None for plain top-k."""
-    scaling: float
-    """Factor on the routing weights, in w_k already."""
-
-
-def build_layer(spec: LayerSpec, layer: int, ffns: Sequence[ExpertWeights[Tensor]]) -> MoELayer:
-    """Layer `layer` in memory; `ffns` are the base's FFN and the specialists'."""
-    return MoELayer(
-        router_ED=router_rows(spec, layer),
-        experts=ExpertWeights.stack(routed_experts(spec, layer, ffns)),
-        shared=shared_experts(spec, ffns[BASE]),
-        groups=spec.groups,
-        scaling=spec.factors.weights,
-    )
-
-
 def router_rows(spec: LayerSpec, layer: int) -> Float[Tensor, "E D"]:
     """The router of layer `layer`, (E, D) in float32."""
     rows = RouterSpec(experts=spec.experts, hidden=spec.expert.hidden, shards=spec.shards, std=spec.router_std)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.checkpoint.config_file import ROPE_KEYS, rope_parameters
-from moesaic.checkpoint.headers import TensorInfo, load_json
+from moesaic.checkpoint.headers import TensorInfo
 from moesaic.checkpoint.source import Checkpoint, file_inside, open_checkpoint
 from moesaic.checkpoint.writer import Layout, OutputTensor, parse_size, plan_files
 from moesaic.common.errors import MoesaicError
+from moesaic.common.files import load_json
 from moesaic.common.layer_ranges import parse_layers
 from moesaic.families.counting import config_shapes, layer_of
 from moesaic.families.dense import DenseModel, detect
@@ -27,6 +28,10 @@ DTYPE_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "f
 
 _DTYPE_CODES = {name: code for code, name in DTYPE_NAMES.items()}
 
+_HALF = (
+    "--dtype float16: weights that do not fit it are refused, but what a layer puts out can still be above 65,504; "
+    "`moesaic verify` runs a float16 result in float16 too and names the layer"
+)
 _STALE = ("torch_dtype", "_name_or_path", "auto_map")
 """Keys of the base's config that would say something wrong about the result."""
 
@@ -100,6 +105,8 @@ def resolve(recipe: UpcycleRecipe, opener: Callable[[str], Checkpoint] = open_ch
     dtype = base.dtype if recipe.dtype == "auto" else _DTYPE_CODES[recipe.dtype]
     if dtype not in DTYPE_NAMES:
         raise MoesaicError(f"{base.checkpoint.name}: its weights are {dtype}; convert them to bf16, fp16 or fp32 first")
+    if dtype == "F16" != base.dtype:
+        notices.append(_HALF)
     config = result_config(base, chosen.layer, moe_layers, dtype)
     # With `--dtype auto` a tensor that is carried over keeps its own dtype (fp32 norms in a bf16 model, say).
     own = {name: info.dtype for name, info in dense_tensors(base, moe_layers).items()} if recipe.dtype == "auto" else {}

@@ -6,30 +6,16 @@ FFN of each MoE layer at initialisation, in exact arithmetic; rounding to the re
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from moesaic.checkpoint import record as card
 from moesaic.common.progress import amount
 from moesaic.common.shown import Shown
+from moesaic.common.statement import Statement
 from moesaic.families.counting import count_shapes
 from moesaic.upcycling.choices import LayerSpec
 from moesaic.upcycling.plan import UpcyclePlan
 from moesaic.upcycling.recipe import UpcycleRecipe
-
-Code = Literal["N1", "N2", "D1", "D2", "D3", "S1", "none"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Statement:
-    """One statement about every MoE layer: its code in docs/statements.md, and a sentence."""
-
-    code: Code
-    text: str
-
-    @property
-    def preserves(self) -> bool:
-        """Whether every MoE layer computes what the dense FFN computes."""
-        return self.code in ("N1", "D2", "S1")
 
 
 def statement(spec: LayerSpec, *, identical: bool) -> Statement:

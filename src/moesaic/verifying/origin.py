@@ -14,11 +14,12 @@ from moesaic.checkpoint.streaming import scan
 from moesaic.common.errors import MoesaicError
 from moesaic.common.progress import notice
 from moesaic.common.recipe import load_recipe
+from moesaic.common.statement import Code
 from moesaic.families.dense import DenseModel, detect
 from moesaic.families.family import MOE_PREFIX
 from moesaic.upcycling.choices import LayerSpec, choose
 from moesaic.upcycling.recipe import UpcycleRecipe
-from moesaic.upcycling.result import Code, statement
+from moesaic.upcycling.result import statement
 
 
 @dataclass(frozen=True, kw_only=True)

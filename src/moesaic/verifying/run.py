@@ -89,6 +89,7 @@ def _verify_upcycled(recipe: VerifyRecipe, before: Checkpoint, moe: Checkpoint, 
         model = load(moe.path, device=recipe.device, dtype=dtype)
         with watched(model) as seen_after:
             compared = compare_logits(model, tokens_BL, dense, recipe.batch_size, tick)
+        in_half = _run_in_half(recipe, moe, tokens_BL)
     difference, dense_perplexity, moe_perplexity = compared
     specialists, more = open_specialists(origin, base)
     measures = _measure_layers(model, origin, dense, specialists)
@@ -114,13 +115,28 @@ def _verify_upcycled(recipe: VerifyRecipe, before: Checkpoint, moe: Checkpoint, 
         max_logit_difference=difference,
         perplexity_source=dense_perplexity,
         perplexity_target=moe_perplexity,
-        notes=(*notes, *more, *_zero_states(dense)),
-        not_finite=_not_finite({before.name: seen, moe.name: seen_after}),
+        notes=(*notes, *more, *_zero_states(dense), *_half_notes(in_half)),
+        not_finite=_not_finite({before.name: seen, moe.name: seen_after} | in_half),
     )
 
 
 def _expert_dtypes(moe: Checkpoint) -> set[str]:
     return {info.dtype for name, info in moe.tensors.items() if ".experts." in name}
+
+
+def _run_in_half(recipe: VerifyRecipe, after: Checkpoint, tokens_BL: Tensor) -> dict[str, Seen]:
+    """Run a result that is stored in float16 in float16 as well: its range is small enough to end exact arithmetic."""
+    if recipe.dtype is not None or "F16" not in {info.dtype for info in after.tensors.values()}:
+        return {}
+    model = load(after.path, device=recipe.device, dtype="float16")
+    with watched(model) as seen:
+        for _ in run_logits(model, tokens_BL, recipe.batch_size, lambda _tokens: None):
+            pass
+    return {f"{after.name} in float16": seen}
+
+
+def _half_notes(in_half: Mapping[str, Seen]) -> list[str]:
+    return [f"{name}: all values are finite" for name, seen in in_half.items() if seen.not_finite is None]
 
 
 def _not_finite(runs: Mapping[str, Seen]) -> list[str]:
@@ -246,6 +262,7 @@ def _verify_expanded(
         model = load(after.path, device=recipe.device, dtype=dtype)
         with watched(model) as seen_after:
             other_BLV = torch.cat(list(run_logits(model, tokens_BL, recipe.batch_size, tick)))
+        in_half = _run_in_half(recipe, after, tokens_BL)
     error = ((other_BLV - logits_BLV).norm() / logits_BLV.norm()).item()
     statement = record.get("statement", {})
     exact = statement.get("code") in ("E1", "E2", "E3") and not record.get("recipe", {}).get("delta")
@@ -264,8 +281,8 @@ def _verify_expanded(
         loss_source=_loss(logits_BLV, tokens_BL),
         loss_target=_loss(other_BLV, tokens_BL),
         checks=[Check(name="relative error of the logits", value=value, limit=limit)] if exact else [],
-        notes=notes,
-        not_finite=_not_finite({before.name: seen, after.name: seen_after}),
+        notes=(*notes, *_half_notes(in_half)),
+        not_finite=_not_finite({before.name: seen, after.name: seen_after} | in_half),
     )
 
 

@@ -6,19 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moesaic.families.costs import attention_layers, flops_per_token, kv_cache_bytes
+from tests.tiny_models import SIZES
 
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 LATENT = {
     "q_lora_rank": 8,
     "kv_lora_rank": 8,
@@ -42,7 +31,7 @@ MODELS = [
 
 
 def make(model_type, changes):
-    config = AutoConfig.for_model(model_type, **{**TINY, **changes})
+    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
     config._attn_implementation = "eager"  # what is counted must not depend on a fused kernel
     config._experts_implementation = "eager"
     torch.manual_seed(0)

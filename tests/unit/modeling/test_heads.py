@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
@@ -20,6 +19,7 @@ from transformers import (
 
 from moesaic.modeling.names import AUTO_CLASSES, class_names
 from tests.tiny_models import BASES, randomize, tiny_moe_config, tiny_moe_model
+from tests.tiny_moes import tiny_moe
 
 IDS = torch.randint(3, 96, (1, 20), generator=torch.Generator().manual_seed(0))
 HEADS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -69,32 +69,19 @@ def test_head_on_a_causal_model(tmp_path: Path) -> None:
     )
 
 
-SCRIPT = """
-import sys, torch, transformers
-auto = getattr(transformers, sys.argv[2])
-model = auto.from_pretrained(sys.argv[1], trust_remote_code=True)
-assert "moesaic" not in sys.modules
-print(type(model).__name__, float(next(model.eval()(torch.arange(8)[None]).values().__iter__()).double().sum()))
-"""
-
-
-def test_head_without_the_package(tmp_path: Path) -> None:
-    config = tiny_moe_config("qwen3", num_labels=3, pad_token_id=0)
-    model = AutoModelForTokenClassification.from_config(config)
+def test_head_on_a_base_with_experts(tmp_path: Path) -> None:
+    """`expand --routing one_per_copy_group` writes such models: Qwen3-MoE's own, with routers of ours."""
+    config = tiny_moe("qwen3_moe").config.to_dict() | class_names("qwen3_moe")
+    groups = {"routing_rule": "one_per_group", "expert_groups": [0, 0, 1, 1, 2, 2, 3, 3], "num_labels": 3}
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**config | groups))
     randomize(model, 0)
-    model.save_pretrained(tmp_path / "model")
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "model"), "AutoModelForTokenClassification"]
-    environment = {
-        "HF_MODULES_CACHE": str(tmp_path / "modules"),
-        "HF_HUB_OFFLINE": "1",
-        "PATH": "",
-        "HOME": str(tmp_path),
-    }
-    printed = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout.split()
-    assert printed[0] == "MoesaicQwen3ForTokenClassification"
-    with torch.no_grad():
-        expected = float(model.eval()(torch.arange(8)[None]).logits.double().sum())
-    assert float(printed[1]) == pytest.approx(expected, rel=1e-6)
+    labels = HEADS["sequence"][1]
+    found = outputs_of(model, labels)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert type(again).__name__ == "MoesaicQwen3MoeForSequenceClassification"
+    for one, other in zip(found, outputs_of(again, labels), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM, AutoModelForQuestionAnswering])

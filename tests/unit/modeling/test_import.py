@@ -86,6 +86,7 @@ WITHOUT_MOESAIC = """
 
     sys.meta_path.insert(0, Blocker())
     import torch
+    import transformers
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     ids = torch.arange(3, 23).view(2, 10)
@@ -95,6 +96,11 @@ WITHOUT_MOESAIC = """
         logits = model(ids).logits
         hidden = AutoModel.from_pretrained(folder, trust_remote_code=True)(ids).last_hidden_state
         assert hidden.shape == (2, 10, 32)
+        for task in ("SequenceClassification", "TokenClassification", "QuestionAnswering"):
+            auto = getattr(transformers, "AutoModelFor" + task)
+            head = auto.from_pretrained(folder, trust_remote_code=True, num_labels=3)
+            assert type(head).__module__.startswith("transformers_modules."), type(head).__module__
+            assert head.model(ids).last_hidden_state.equal(hidden)
         tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
         out = folder + "-out"
         model.save_pretrained(out)
@@ -126,3 +132,16 @@ def test_remote_code_works_without_moesaic(tmp_path: Path) -> None:
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
         assert found["tokens"].equal(expected), base
         assert (out / "modeling_moesaic.py").read_bytes() == modeling_file().read_bytes()
+
+
+def test_an_older_transformers_is_named_in_one_line(tmp_path: Path) -> None:
+    code = """
+        import runpy, sys
+        sys.modules["transformers.initialization"] = None  # which came with 5
+        try:
+            runpy.run_path(sys.argv[1])
+        except ImportError as error:
+            print(error)
+    """
+    said = python(code, modeling_file(), cache=tmp_path)
+    assert said.splitlines() == ["this model needs transformers 5.24 or newer: pip install --upgrade transformers"]

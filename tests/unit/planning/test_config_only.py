@@ -30,7 +30,8 @@ def config_file(folder: Path, config: dict[str, Any]) -> Path:
 def agrees(count: int, published: str) -> bool:
     """Rounded or cut to the digits that are printed, in billions."""
     figure = Decimal(published)
-    return abs(Decimal(count) / 10**9 - figure) < Decimal(1).scaleb(int(figure.as_tuple().exponent))
+    unit = Decimal(1).scaleb(int(figure.as_tuple().exponent))
+    return -unit / 2 <= Decimal(count) / 10**9 - figure < unit
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

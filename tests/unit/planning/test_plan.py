@@ -17,19 +17,7 @@ from moesaic.planning.recipe import PlanReport, duration
 from moesaic.planning.run import RECIPES, plan
 from moesaic.recipes import read_recipe, shipped_recipes
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
-
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+from tests.tiny_models import SIZES
 
 
 def planned(source, **options) -> PlanReport:
@@ -40,7 +28,7 @@ def planned(source, **options) -> PlanReport:
 
 def save(folder, model_type="llama", dtype=torch.bfloat16, **changes):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{**TINY, **changes})
+    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     model.save_pretrained(folder)
     return model

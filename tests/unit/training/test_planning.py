@@ -113,7 +113,13 @@ def test_sizes_that_are_left_to_the_class_are_planned_with_its_own(tmp_path, key
 @pytest.mark.parametrize("key", ["hidden_size", "vocab_size"])
 def test_sizes_that_a_checkpoints_config_leaves_out_are_those_of_its_tensors(tmp_path, key):
     save_tiny(tmp_path / "model", "llama")
-    whole = moesaic.plan(tiny_recipe(tmp_path / "whole", model=str(tmp_path / "model"), losses={}))
+
+    def planned(folder: str) -> TrainPlan:
+        plan = moesaic.plan(tiny_recipe(tmp_path / folder, model=str(tmp_path / "model"), losses={}))
+        assert isinstance(plan, TrainPlan)
+        return plan
+
+    whole = planned("whole")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps({name: value for name, value in json.loads(file.read_text()).items() if name != key}))
-    assert moesaic.plan(tiny_recipe(tmp_path / "less", model=str(tmp_path / "model"), losses={})).memory == whole.memory
+    assert planned("less").memory == whole.memory

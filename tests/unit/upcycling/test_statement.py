@@ -1,8 +1,9 @@
 import pytest
 
+from moesaic.common.statement import Statement
 from moesaic.upcycling.choices import choose
 from moesaic.upcycling.recipe import Specialist, UpcycleRecipe
-from moesaic.upcycling.result import Statement, statement
+from moesaic.upcycling.result import statement
 
 
 def promise(method, count: int = 0, identical: bool | None = None, **more) -> Statement:

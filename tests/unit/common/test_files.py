@@ -2,14 +2,14 @@
 
 import pytest
 
-from moesaic.checkpoint import pio
+from moesaic.common import files
 from moesaic.common.errors import MoesaicError
 
 
 def test_a_file_is_written_with_its_folders(tmp_path):
     file = tmp_path / "new" / "words.txt"
-    pio.write_file(file, "één\n")
-    pio.write_file(file, b"two\n")
+    files.write_file(file, "één\n")
+    files.write_file(file, b"two\n")
     assert file.read_bytes() == b"two\n"
     assert [path.name for path in file.parent.iterdir()] == ["words.txt"]
 
@@ -20,8 +20,8 @@ def test_a_full_disk_leaves_the_old_file_as_it_was(tmp_path, monkeypatch):
 
     file = tmp_path / "words.txt"
     file.write_text("old")
-    monkeypatch.setattr(pio.os, "fsync", fail)
+    monkeypatch.setattr(files.os, "fsync", fail)
     with pytest.raises(MoesaicError, match=r"words\.txt: the disk is full"):
-        pio.write_file(file, "new")
+        files.write_file(file, "new")
     assert file.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["words.txt"]
