@@ -912,25 +912,23 @@ class _WithGroupRouters:
         _group_routers(self, config)  # pyright: ignore[reportArgumentType]
 
 
-def _make_moe_class(base: str, name: str, mapping: Any, *more: type, **attributes: Any) -> type:
+def _make_moe_class(base: str, name: str, mapping: Any, config_class: type, *more: type) -> type:
     """Make a model class of a base that has experts; its checkpoints are stored as the base's are."""
     parent: Any = mapping[CONFIG_MAPPING[base]]
     for ours, theirs in ((f"moesaic_{base}", base), (name, parent.__name__)):
         conversion = get_checkpoint_conversion_mapping(theirs)
         if conversion is not None:
             register_checkpoint_conversion_mapping(ours, conversion, overwrite=True)
-    body = {"__module__": __name__, **attributes}
+    body = {"__module__": __name__, "config_class": config_class}
     return type(name, (_WithGroupRouters, parent, *more), body)
 
 
 def _make_model_class(base: str, stem: str) -> type:
+    config_class = _get(f"Moesaic{stem}Config")
     name = f"Moesaic{stem}Model"
     if _has_experts(base):
-        config_class = _get(f"Moesaic{stem}Config")
-        return _named(
-            _make_moe_class(base, name, MODEL_MAPPING, config_class=config_class), name, _auto_class="AutoModel"
-        )
-    config_class = _get(f"Moesaic{stem}Config")
+        made = _make_moe_class(base, name, MODEL_MAPPING, config_class)
+        return _named(made, name, _auto_class="AutoModel")
     parent: Any = MODEL_MAPPING[CONFIG_MAPPING[base]]
     body = {
         "config_class": config_class,
@@ -949,8 +947,7 @@ def _make_causal_lm_class(base: str, stem: str) -> type:
     parent: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[base]]
     name = f"Moesaic{stem}ForCausalLM"
     if _has_experts(base):
-        mapping = MODEL_FOR_CAUSAL_LM_MAPPING
-        made = _make_moe_class(base, name, mapping, GenerationMixin, config_class=config_class)
+        made = _make_moe_class(base, name, MODEL_FOR_CAUSAL_LM_MAPPING, config_class, GenerationMixin)
         return _named(made, name, _auto_class="AutoModelForCausalLM")
     body = {
         "config_class": config_class,

@@ -60,7 +60,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         plan=operators.plan,
         tables=operators.tables,
         claims=operators.CLAIMS,
-        size=operators.size,
+        size=expand.size,
     ),
     "life": Experiment(
         question="does a model gain from all of it, one after the other, over training it dense?",

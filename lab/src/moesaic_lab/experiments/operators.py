@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from moesaic_lab.claims import Claim, NotMeasuredError, Numbers, Premise, needing
 from moesaic_lab.experiments.expand import Growing
-from moesaic_lab.experiments.expand import size as expand_size
 from moesaic_lab.plan import Plan, Step
 from moesaic_lab.results import Row, Table, difference, grid, interval_of, label_values, show, where
 from moesaic_lab.runs import Command, experiment_plan, premise_step, train_step
@@ -37,11 +36,6 @@ def plan(scale: Scale, data: str | None, seeds: int) -> Plan:
         seeds=seeds,
         steps_of_seed=lambda domains, seed: _steps(scale, domains, seed),
     )
-
-
-def size(scale: Scale) -> tuple[int, int]:
-    """Active parameters of a model, and the tokens that it sees."""
-    return expand_size(scale)
 
 
 def _steps(scale: Scale, domains: Sequence[str], seed: int) -> Iterator[Step]:
