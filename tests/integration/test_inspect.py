@@ -301,6 +301,11 @@ def test_the_summary_is_one_screen_of_a_large_model(against):
     assert against or [line.split()[0] for line in lines if "collapsed " in line] == ["48"]  # the worst layer first
 
 
+def test_a_notebook_gets_the_summary_and_shows_nothing_itself(monkeypatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert tiny_inspection().lines()[0].startswith(tiny_inspection().model.name)
+
+
 def test_no_clusters_need_no_scikit_learn(tmp_path: Path, model: Path, data: Path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(MoesaicError, match="token clusters need scikit-learn"):

@@ -132,6 +132,7 @@ def render(inspection: Inspection, screen: Screen) -> str:
         file=io.StringIO(),
         width=screen.width,
         force_terminal=screen.colour,
+        force_jupyter=False,  # else rich shows it in the notebook itself, and nothing comes back
         color_system="standard" if screen.colour else None,
         markup=False,
         emoji=False,
